@@ -1,0 +1,37 @@
+# Every target makes its own .venv from the pinned requirements; a fresh machine needs Python 3.11 and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test test-all check bench gpu-check clean
+
+$(READY): requirements/dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(READY)
+
+demo: $(READY)         ## train a classic model on real data, on two processes
+	$(BIN)/evener run --nproc 2 --cpu examples/digits.py
+
+test: $(READY)         ## the sampled tests; their seed is printed
+	$(BIN)/python -m pytest -q -m "not gpu and not full" tests
+
+test-all: $(READY)     ## everything
+	$(BIN)/python -m pytest -q -m "not gpu" tests
+
+check: $(READY)        ## lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)        ## paired comparisons with the raw loop, accelerate and lightning.fabric
+	$(BIN)/python -m bench
+
+gpu-check: $(READY)    ## what needs a GPU; without one every test is skipped, with its reason, and counted
+	$(BIN)/python -m pytest -q -rs -m gpu tests
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,63 @@
+"""evener: the global batch is the contract.
+
+Names resolve on first use, so that `import evener` (and every room that works without torch) stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evener.errors import EvenerError
+
+__version__ = "0.1.0"
+
+# name -> where it lives. One table: the public face, and what `dir(evener)` shows.
+_WHERE = {
+    "Run": "evener.run",
+    "Update": "evener.run",
+    "Epoch": "evener.run",
+    "Stopped": "evener.run",
+    "Engine": "evener.engine",
+    "Mean": "evener.engine",
+    "device": "evener.dist.device",
+    "seed": "evener.dist.info",
+    "rank": "evener.dist.info",
+    "world_size": "evener.dist.info",
+    "first": "evener.dist.first",
+    "comm": "evener.dist",
+}
+
+__all__ = ["EvenerError", "__version__", *_WHERE]
+
+if TYPE_CHECKING:
+    from evener.dist import comm as comm
+    from evener.dist.device import device as device
+    from evener.dist.first import first as first
+    from evener.dist.info import rank as rank
+    from evener.dist.info import seed as seed
+    from evener.dist.info import world_size as world_size
+    from evener.engine import Engine as Engine
+    from evener.engine import Mean as Mean
+    from evener.run import Epoch as Epoch
+    from evener.run import Run as Run
+    from evener.run import Stopped as Stopped
+    from evener.run import Update as Update
+
+
+def __getattr__(name: str) -> object:
+    where = _WHERE.get(name)
+    if where is None:
+        from evener.errors import nearest
+
+        close = nearest(name, __all__)
+        hint = f" Did you mean evener.{close}?" if close else ""
+        raise AttributeError(f"module 'evener' has no attribute {name!r}.{hint}")
+    import importlib
+
+    value = getattr(importlib.import_module(where), name)
+    globals()[name] = value  # the next use costs nothing
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,42 @@
+"""Shared fixtures: worker pools per world size, one printed seed, and guards against leaks between tests."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.pool import pool, stop_all
+
+SEED = int(os.environ.get("EVENER_TEST_SEED", random.randrange(2**31)))
+
+
+def pytest_report_header() -> str:
+    return f"EVENER_TEST_SEED={SEED} (set it to repeat the same samples)"
+
+
+@pytest.fixture(scope="session")
+def test_seed() -> int:
+    return SEED
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(3)(function, *args)` runs a top-level function on three gloo ranks and returns their results."""
+    yield pool
+    stop_all()
+
+
+@pytest.fixture(autouse=True)
+def no_environment_leak():
+    before = dict(os.environ)
+    yield
+    # pytest sets PYTEST_CURRENT_TEST itself
+    after = dict(os.environ)
+    for variables in (before, after):
+        variables.pop("PYTEST_CURRENT_TEST", None)
+    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
+    os.environ.clear()
+    os.environ.update(before)
+    assert not changed, f"the test left the environment changed: {sorted(changed)}"
