@@ -32,11 +32,12 @@ def ranks():
 def no_environment_leak():
     before = dict(os.environ)
     yield
-    # pytest sets PYTEST_CURRENT_TEST itself
     after = dict(os.environ)
-    for variables in (before, after):
-        variables.pop("PYTEST_CURRENT_TEST", None)
-    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
-    os.environ.clear()
-    os.environ.update(before)
+    # pytest keeps PYTEST_CURRENT_TEST itself
+    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)} - {"PYTEST_CURRENT_TEST"}
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
     assert not changed, f"the test left the environment changed: {sorted(changed)}"

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 # name -> where it lives. One table: the public face, and what `dir(evener)` shows.
 _WHERE = {
     "Run": "evener.run",
-    "Update": "evener.run",
+    "Update": "evener.engine",
     "Epoch": "evener.run",
     "Stopped": "evener.run",
     "Engine": "evener.engine",
@@ -27,7 +27,7 @@ _WHERE = {
     "comm": "evener.dist",
 }
 
-__all__ = ["EvenerError", "__version__", *_WHERE]
+__all__ = ["EvenerError", "__version__", *_WHERE]  # noqa: PLE0604  the lazy names are strings too
 
 if TYPE_CHECKING:
     from evener.dist import comm as comm
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from evener.dist.info import world_size as world_size
     from evener.engine import Engine as Engine
     from evener.engine import Mean as Mean
+    from evener.engine import Update as Update
     from evener.run import Epoch as Epoch
     from evener.run import Run as Run
     from evener.run import Stopped as Stopped
-    from evener.run import Update as Update
 
 
 def __getattr__(name: str) -> object:

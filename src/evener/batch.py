@@ -1,0 +1,114 @@
+"""A nested batch (tensors in dicts, lists, tuples, dataclasses): its rows, a part of them, its device.
+
+The bottom room with torch: data, engine and run all look at batches the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from evener.errors import DataError
+
+Split = Callable[[Any, int, int], Any]
+
+
+def leaves(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, tensor) of every tensor in the batch, in a fixed order."""
+    if isinstance(batch, torch.Tensor):
+        yield "batch", batch
+    else:
+        for name, child in _children(batch):
+            for path, leaf in leaves(child):
+                yield f"batch{name}{path[5:]}", leaf
+
+
+def _children(batch: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, Mapping):
+        yield from ((f"[{key!r}]", value) for key, value in batch.items())
+    elif isinstance(batch, list | tuple):
+        yield from ((f"[{i}]", value) for i, value in enumerate(batch))
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        yield from ((f".{field.name}", getattr(batch, field.name)) for field in dataclasses.fields(batch))
+
+
+def apply(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nesting with `function` applied to every tensor; anything else is passed through."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    kind = type(batch)
+    if kind is tuple or kind is list:
+        return kind(apply(value, function) for value in batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return kind(*(apply(value, function) for value in batch))
+    if isinstance(batch, list | tuple):
+        return kind(apply(value, function) for value in batch)
+    if kind is dict:
+        return {key: apply(value, function) for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        parts = {key: apply(value, function) for key, value in batch.items()}
+        # Hugging Face's BatchEncoding and friends are mappings that take a dict.
+        return kind(parts)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        changed = {field.name: apply(getattr(batch, field.name), function) for field in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **changed)
+    return batch
+
+
+def rows(batch: Any, split: Split | None = None) -> int:
+    """The number of rows: the first dimension that every tensor leaf (of one or more dimensions) shares.
+
+    With `split`, leaves may disagree (graphs, packed sequences); then `len(batch)` counts.
+
+    Raises:
+        DataError: no tensor leaf, or leaves with different first dimensions.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2 and split is None:
+        # The usual (x, y), without a generator per step.
+        x, y = batch
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.ndim and y.ndim:
+            count = x.shape[0]
+            if count == y.shape[0]:
+                return count
+    if split is not None:
+        try:
+            return len(batch)
+        except TypeError:
+            raise DataError(
+                f"split= needs len(batch) to count rows; a {type(batch).__name__} has no length.",
+                fix=["give the batch a __len__ that returns its rows"],
+            ) from None
+    found = [(path, leaf.shape[0]) for path, leaf in leaves(batch) if leaf.ndim]
+    if not found:
+        raise DataError(
+            f"no tensor in the batch to count rows on (got {type(batch).__name__}).",
+            fix=[
+                "return tensors from the dataset or collate_fn",
+                "or pass split=f(batch, start, stop) and a len(batch)",
+            ],
+        )
+    count = found[0][1]
+    if any(size != count for _, size in found):
+        raise DataError(
+            "the tensors of the batch disagree about the number of rows (first dimension).",
+            evidence=[f"{path}: {size}" for path, size in found[:8]],
+            fix=["make the first dimension of every tensor the rows", "or pass split=f(batch, start, stop)"],
+        )
+    return count
+
+
+def part(batch: Any, start: int, stop: int, split: Split | None = None) -> Any:
+    """Rows start..stop-1 as views (no copy); with `split`, what it returns."""
+    if split is not None:
+        return split(batch, start, stop)
+    return apply(batch, lambda leaf: leaf[start:stop] if leaf.ndim else leaf)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch on `device`; itself when it is there already. Host-to-device copies do not block for pinned memory."""
+    if all(leaf.device == device for _, leaf in leaves(batch)):
+        return batch
+    return apply(batch, lambda leaf: leaf.to(device, non_blocking=True))

@@ -1,0 +1,65 @@
+"""How an update is cut into pieces: pure integer algebra, the same on every rank, without communication.
+
+Rows of an update are numbered 0..rows-1 in the order of the data. Fast mode deals contiguous, balanced ranges to the
+ranks and cuts each into microbatches. Exact and coupled mode deal whole slices (slice i is rows i*slice_size ..), so
+that what is computed together never depends on who computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Piece = tuple[int, int]  # start, stop: rows inside the update
+
+
+def share(rows: int, rank: int, world_size: int) -> Piece:
+    """Rank's contiguous part of `rows`; parts differ by at most one row and cover every row once."""
+    return rank * rows // world_size, (rank + 1) * rows // world_size
+
+
+def slices(rows: int, slice_size: int) -> tuple[Piece, ...]:
+    """All slices of an update of `rows` rows; the last may be shorter."""
+    return tuple((start, min(start + slice_size, rows)) for start in range(0, rows, slice_size))
+
+
+def chop(start: int, stop: int, size: int) -> tuple[Piece, ...]:
+    """start..stop in as few balanced pieces as possible, none larger than `size`."""
+    rows = stop - start
+    if rows <= 0:
+        return ()
+    pieces = -(-rows // size)
+    return tuple((start + i * rows // pieces, start + (i + 1) * rows // pieces) for i in range(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The factors of the contract: who computes which rows of an update.
+
+    `slice_size` is None where rows are independent (fast mode); then `microbatch_size` bounds a piece (None: all rows
+    of the rank at once). With a slice size every piece is one slice.
+    """
+
+    rank: int
+    world_size: int
+    microbatch_size: int | None = None
+    slice_size: int | None = None
+
+    def pieces(self, rows: int) -> tuple[Piece, ...]:
+        """This rank's pieces of an update of `rows` rows; empty for a rank without rows."""
+        if self.slice_size is not None:
+            return tuple(piece for _, piece in self.numbered(rows))
+        start, stop = share(rows, self.rank, self.world_size)
+        return chop(start, stop, self.microbatch_size or max(1, stop - start))
+
+    def numbered(self, rows: int) -> tuple[tuple[int, Piece], ...]:
+        """(number, piece): the slice number where there are slices, else the microbatch number on this rank."""
+        if self.slice_size is None:
+            return tuple(enumerate(self.pieces(rows)))
+        every = slices(rows, self.slice_size)
+        first, last = share(len(every), self.rank, self.world_size)
+        return tuple((i, every[i]) for i in range(first, last))
+
+
+def default_slice_size(global_batch_size: int, *, at_least: int = 1) -> int:
+    """A sixteenth of the global batch, rounded up; not below `at_least` (rows that BatchNorm needs), nor above all."""
+    return min(global_batch_size, max(-(-global_batch_size // 16), at_least))

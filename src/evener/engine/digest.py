@@ -1,0 +1,44 @@
+"""sha256 over everything an update changes, in name order, the same on every rank and in every cut when bit-equal."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from evener.dist import Group, comm
+from evener.errors import CollectiveError
+
+
+def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> str:
+    """Parameters, buffers, then optimizer state by parameter name. Collective: ranks compare their digests.
+
+    Raises:
+        CollectiveError: the ranks' states differ.
+    """
+    total = hashlib.sha256()
+    named = dict(model.named_parameters())
+    for name, tensor in sorted({**named, **dict(model.named_buffers())}.items()):
+        _add(total, name, tensor)
+    for name, parameter in sorted(named.items()):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            _add(total, f"{name}/{key}", value)
+    mine = total.hexdigest()
+    every = comm.all_gather(mine)
+    if any(one != every[0] for one in every):
+        raise CollectiveError(
+            "the ranks hold different parameters, buffers or optimizer states.",
+            evidence=[f"rank {rank}: {one[:16]}" for rank, one in enumerate(every)],
+            fix=["look for code that changes the model on some ranks only"],
+        )
+    return mine
+
+
+def _add(total: Any, name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous()
+        total.update(f"{name} {data.dtype} {tuple(data.shape)}\n".encode())
+        total.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        total.update(f"{name} {value!r}\n".encode())

@@ -1,0 +1,57 @@
+"""`Mean`: a value with its denominator. What a loss or a metric is the mean *of* is said, never guessed."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from evener.errors import LossError
+
+Number = float | int | torch.Tensor
+
+
+class Mean:
+    """A mean over `count` things, given as `total=` (their sum) or as `mean=`.
+
+    Means over microbatches and ranks are combined exactly: the sum of totals over the sum of counts. For a loss the
+    gradient is that of this ratio over the global batch.
+
+    Args:
+        total: 0-dimensional tensor or number, the sum. For a loss: with a graph.
+        mean: 0-dimensional tensor or number, total / count.
+        count: How many things (rows, unmasked tokens): tensor or number, >= 0.
+    """
+
+    __slots__ = ("count", "form", "value")
+
+    def __init__(self, *, total: Number | None = None, mean: Number | None = None, count: Number) -> None:
+        if (total is None) == (mean is None):
+            raise LossError(
+                "Mean takes exactly one of total= and mean=.",
+                fix=["Mean(total=summed_loss, count=tokens)", "Mean(mean=mean_loss, count=tokens)"],
+            )
+        self.value: Number = total if total is not None else mean  # type: ignore[assignment]
+        self.form = "total" if total is not None else "mean"
+        self.count = count
+
+    def __add__(self, other: object) -> NoReturn:
+        raise LossError(
+            "two Means cannot be added: an update has one denominator.",
+            fix=["Mean(total=a_total + weight * b_mean * count, count=count): multiply further terms by the count"],
+        )
+
+    __radd__ = __add__
+
+    def __repr__(self) -> str:
+        return f"Mean({self.form}={self.value!r}, count={self.count!r})"
+
+
+def total_of(mean: Mean) -> Any:
+    """The sum, detached: value when given as total, value times count when given as mean."""
+    value = mean.value.detach() if isinstance(mean.value, torch.Tensor) else mean.value
+    if mean.form == "total":
+        return value
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        value = value.float()  # a count of thousands is not a half-precision number
+    return value * mean.count

@@ -1,0 +1,115 @@
+"""What an optimizer can do, found out once: skip on the device, or one scalar read per update."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from evener.errors import OptimizerError
+
+# These have fused kernels that take `found_inf`: a skipped update is skipped on the device, nothing waits for the host.
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def prepare(optimizer: torch.optim.Optimizer, *, exact: bool) -> bool:
+    """Whether this optimizer skips on the device. Turns fused kernels on where the user left the choice to torch, and
+    off in exact mode (fused Adam gives other bits on shards than on whole tensors).
+
+    Raises:
+        OptimizerError: a step that needs a closure (LBFGS).
+    """
+    needed = [
+        name
+        for name, parameter in inspect.signature(optimizer.step).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed or isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step needs a closure: it evaluates the loss several times per update.",
+            fix=["use an optimizer that takes one gradient (SGD, Adam, AdamW, ...)"],
+        )
+    if type(optimizer) not in _FUSED:
+        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    if exact:
+        for group in optimizer.param_groups:
+            group["fused"] = False
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        return False
+    groups = optimizer.param_groups
+    if all(group.get("fused") for group in groups):
+        return True
+    undecided = all(
+        group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+        for group in groups
+    )
+    if not undecided or not _kernels_here(type(optimizer), [p for group in groups for p in group["params"]]):
+        return False
+    for group in groups:
+        group["fused"] = True
+    optimizer.defaults["fused"] = True
+    # What the constructor does for fused=True.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):  # fused kernels keep the step count on the device
+            parameter_device = next(v.device for v in state.values() if isinstance(v, torch.Tensor) and v.ndim)
+            state["step"] = step.to(parameter_device, torch.float32)
+    return True
+
+
+def _kernels_here(kind: type[torch.optim.Optimizer], parameters: Sequence[torch.Tensor]) -> bool:
+    """Try: one update of one element, on the same device and dtype, with a set flag, must change nothing."""
+    for device, dtype in {(parameter.device, parameter.dtype) for parameter in parameters}:
+        if not dtype.is_floating_point:
+            return False
+        try:
+            probe = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype))
+            probe.grad = torch.ones_like(probe)
+            optimizer: Any = kind([probe], lr=1.0, fused=True)  # type: ignore[call-arg]
+            optimizer.found_inf = torch.ones((), device=device)
+            optimizer.grad_scale = None
+            optimizer.step()
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        if device.type == "cpu" and probe.item() != 1.0:
+            return False
+    return True
+
+
+def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters that both train and are in the optimizer, in the model's order.
+
+    Raises:
+        OptimizerError: the optimizer holds a parameter that the model does not, or none that trains.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
+            fix=["optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)"],
+        )
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [parameter for parameter in held if id(parameter) not in named]
+    if foreign:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in foreign[:4])
+        raise OptimizerError(
+            f"{len(foreign)} of the optimizer's {len(held)} parameters do not belong to the model.",
+            evidence=[f"shapes: {shapes}{', ...' if len(foreign) > 4 else ''}"],
+            fix=[
+                "make the optimizer from the model that you pass, after any surgery on it",
+                "put a trainable loss or a second network into one module: torch.nn.ModuleDict",
+            ],
+        )
+    inside = {id(parameter) for parameter in held}
+    training = [p for p in model.parameters() if p.requires_grad and id(p) in inside]
+    if not training:
+        raise OptimizerError(
+            "none of the optimizer's parameters trains: all have requires_grad=False.",
+            fix=["set requires_grad=True on what should train"],
+        )
+    return training

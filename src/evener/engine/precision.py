@@ -1,0 +1,202 @@
+"""What the numbers are: master, compute and reduce dtypes, decided once, checked against the device, and said."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from evener.errors import PrecisionError, one_of
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+}
+_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+
+NAMES = ("auto", "fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A decided precision.
+
+    name: the effective precision, one of fp32 tf32 bf16 fp16 bf16-true fp16-true.
+    compute: autocast's dtype, or None for no autocast.
+    param: the dtype parameters are cast to, or None to leave them as they are.
+    reduce: the dtype gradients are summed over ranks in, or None for the gradient's own.
+    output: the dtype floating outputs of the model are cast to, or None.
+    scaler: whether the loss is scaled (fp16's exponent range is small).
+    because: why, one line; said in the contract.
+    """
+
+    name: str
+    requested: str
+    compute: torch.dtype | None = None
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    scaler: bool = False
+    because: str = ""
+
+    def words(self, master: torch.dtype) -> dict[str, Any]:
+        """For the contract line: master, compute and reduce dtypes in words, and whether the loss is scaled."""
+        master = self.param or master
+        return {
+            "name": self.name,
+            "master": word(master),
+            "compute": word(self.compute or master),
+            "reduce": word(self.reduce or master),
+            "scaler": self.scaler,
+        }
+
+
+def word(dtype: torch.dtype) -> str:
+    return _WORDS.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def bf16_is_native(device: torch.device) -> bool:
+    """Whether bf16 matmuls run in hardware. Elsewhere torch emulates them, several times slower than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0) if torch.version.hip is None else True
+    if device.type == "cpu":
+        if platform.machine() in ("x86_64", "AMD64"):
+            return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+        return False
+    return False
+
+
+def decide(spec: object, device: torch.device) -> Precision:
+    """The precision for what was asked, on this device.
+
+    `auto` takes what is fast and supported here: native bf16 on GPUs that have it, fp16 with a scaler on older ones,
+    fp32 on CPUs without native bf16 (autocast is about 6 times slower there) and on MPS.
+
+    Raises:
+        PrecisionError: unknown words, or bf16 asked of a GPU without it.
+    """
+    if isinstance(spec, torch.dtype):
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        raise PrecisionError(
+            f"precision={spec} is a dtype; a precision also says how parameters and reductions are kept.",
+            fix=[f'precision="{names[spec]}"' if spec in names else 'precision="fp32"'],
+        )
+    if isinstance(spec, Mapping):
+        return _from_mapping(spec, device)
+    name = one_of("precision", spec, NAMES, PrecisionError)
+    if name == "auto":
+        return _auto(device)
+    if name in ("O0", "O1", "O2", "O3"):
+        return _apex(name, device)
+    if name in ("bf16", "bf16-true"):
+        _check_bf16(name, device)
+    if name == "fp16" and device.type == "mps":
+        raise PrecisionError('precision="fp16" has no gradient scaler on MPS.', fix=['precision="fp32"'])
+    return {
+        "fp32": Precision("fp32", name),
+        "tf32": Precision("tf32", name, because="float32 storage, matmuls rounded to TF32 where the hardware has it"),
+        "bf16": Precision("bf16", name, compute=torch.bfloat16),
+        "fp16": Precision("fp16", name, compute=torch.float16, scaler=True),
+        "bf16-true": Precision("bf16-true", name, param=torch.bfloat16, because="no fp32 master weights"),
+        "fp16-true": Precision(
+            "fp16-true",
+            name,
+            param=torch.float16,
+            scaler=True,
+            because="no fp32 master weights: small updates are lost",
+        ),
+    }[name]
+
+
+def _check_bf16(name: str, device: torch.device) -> None:
+    # On a CPU emulation is slow but gives what was asked for; a GPU without bf16 emulates some kernels and lacks others.
+    if device.type == "cuda" and not bf16_is_native(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise PrecisionError(
+            f'precision="{name}": {torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) has no '
+            "native bf16; it starts with 8.0 (Ampere).",
+            fix=['precision="fp16" (with a loss scaler, which evener owns)', 'or precision="auto"'],
+        )
+    if device.type == "mps":
+        raise PrecisionError(f'precision="{name}" is not supported on MPS.', fix=['precision="fp32"'])
+
+
+def _auto(device: torch.device) -> Precision:
+    if device.type == "cuda":
+        if bf16_is_native(device):
+            return Precision("bf16", "auto", compute=torch.bfloat16, because="auto: this GPU has native bf16")
+        return Precision(
+            "fp16", "auto", compute=torch.float16, scaler=True, because="auto: this GPU has no native bf16"
+        )
+    if device.type == "cpu" and bf16_is_native(device):
+        return Precision("bf16", "auto", compute=torch.bfloat16, because="auto: this CPU has native bf16")
+    return Precision("fp32", "auto", because=f"auto: no native bf16 on this {device.type.upper()}")
+
+
+def _apex(level: str, device: torch.device) -> Precision:
+    """NVIDIA Apex's opt levels in today's words (its amp is retired)."""
+    if level == "O0":
+        return replace(decide("fp32", device), requested=level, because="O0 is plain fp32")
+    if level == "O1":
+        return replace(decide("fp16", device), requested=level, because="O1 is fp16 autocast with dynamic loss scaling")
+    if level == "O2":
+        return replace(
+            decide("fp16", device),
+            requested=level,
+            because="O2's fp32 master weights are your parameters themselves: they stay fp32, autocast casts per operation "
+            "and BatchNorm stays fp32",
+        )
+    return replace(
+        decide("fp16-true", device),
+        requested=level,
+        because="O3 has no master weights: an update smaller than 1/2048 of a weight is lost; prefer O1 or bf16",
+    )
+
+
+def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
+    unknown = set(spec) - {"param", "reduce", "output"}
+    if unknown:
+        raise PrecisionError(
+            f"precision={dict(spec)!r}: unknown key {sorted(map(str, unknown))[0]!r}.",
+            fix=['{"param": "bf16", "reduce": "fp32", "output": "fp32"}'],
+        )
+
+    def dtype(key: str) -> torch.dtype | None:
+        value = spec.get(key)
+        if value is None or isinstance(value, torch.dtype):
+            return value
+        return _DTYPES[one_of(f'precision["{key}"]', value, _DTYPES, PrecisionError)]
+
+    param, reduce, output = dtype("param"), dtype("reduce"), dtype("output")
+    base = decide(_WORDS.get(param or torch.float32, "fp32"), device) if param is not torch.float64 else None
+    if base is None:
+        raise PrecisionError('precision["param"]="fp64" is no compute dtype.', fix=["model.double() and fp32"])
+    return replace(base, requested=repr(dict(spec)), reduce=reduce, output=output, because="as given")
+
+
+def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+    """Cast fp32 parameters and buffers to `dtype` in place; returns the names kept in fp32.
+
+    Kept: BatchNorm (its running statistics need the range), and what the model names in `_keep_in_fp32_modules`
+    (Hugging Face's word for it). Parameter objects stay the same, so the optimizer keeps holding them.
+    """
+    keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept: list[str] = []
+    for path, module in model.named_modules():
+        names = path.split(".")
+        is_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        if is_norm or any(word in names for word in keep):
+            kept += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.dtype == torch.float32:
+                module._buffers[name] = buffer.to(dtype)
+    return kept

@@ -1,0 +1,147 @@
+"""Before the first step: what was given is checked, once, and the choices that follow from it are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from evener.engine.cut import Cut, default_slice_size
+from evener.errors import BatchSizeError, ModelError, UsageError, one_of
+
+STRATEGIES = ("auto", "single", "dp", "ddp")
+
+
+def check_model(model: object) -> torch.nn.Module:
+    """The model itself, when it is a plain module on one device.
+
+    Raises:
+        ModelError: no module, already wrapped for data parallelism, or spread over several devices.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
+    wrapper = type(model).__name__
+    wrapped = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    if isinstance(model, wrapped) or wrapper == "FullyShardedDataParallel" or hasattr(model, "_get_fsdp_state"):
+        raise ModelError(
+            f"the model is already wrapped in {wrapper}; evener spreads it by itself.",
+            fix=["pass the plain module (wrapped.module), before any wrapping"],
+        )
+    placed = getattr(model, "hf_device_map", None)
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"}
+    if len(devices) > 1 or (isinstance(placed, dict) and len(set(placed.values())) > 1):
+        raise ModelError(
+            "the model is spread over several devices.",
+            evidence=[", ".join(sorted(devices))],
+            fix=["load it without device_map='auto', on one device or on the CPU; evener moves it"],
+        )
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise ModelError("the model has parameters without storage (device 'meta').", fix=["load its weights first"])
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise ModelError(
+            f"parameter {lazy[0]} is not initialised yet (a Lazy module).",
+            fix=["run one batch through the model before making the optimizer"],
+        )
+    return model
+
+
+def choose_strategy(asked: str, world_size: int) -> str:
+    """auto is ddp for several processes and single for one; anything else is checked against the world size."""
+    one_of("strategy", asked, STRATEGIES)
+    if asked == "auto":
+        return "ddp" if world_size > 1 else "single"
+    if asked == "single" and world_size > 1:
+        raise UsageError(
+            f'strategy="single" with {world_size} processes: each would train alone.',
+            fix=['strategy="ddp" (or "auto")', "or start one process"],
+        )
+    if asked == "dp" and world_size > 1:
+        raise UsageError(
+            f'strategy="dp" is one process with several GPUs; this job has {world_size} processes.',
+            fix=['strategy="ddp", which is also faster', "or start one process"],
+        )
+    return asked
+
+
+def has_batchnorm(model: torch.nn.Module) -> bool:
+    return any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
+
+
+def freeze_batchnorm(model: torch.nn.Module) -> None:
+    """Running statistics stay as they are, also after a later model.train()."""
+
+    def stay(module: torch.nn.Module, args: object) -> None:
+        module.training = False
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.eval()
+            module.register_forward_pre_hook(stay)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch's decided factors. `why_coupled` is said in the contract line's notes."""
+
+    cut: Cut
+    coupled: bool
+    exact: bool
+    why_coupled: str | None
+
+
+# BatchNorm's statistics over fewer rows are too noisy; a sixteenth of a small batch would be.
+_BATCHNORM_ROWS = 32
+
+
+def decide_batch(
+    *,
+    global_batch_size: int | None,
+    microbatch_size: int | None,
+    slice_size: int | None,
+    exact: bool,
+    coupled: bool | None,
+    batchnorm: bool,
+    rank: int,
+    world_size: int,
+) -> Batch:
+    """Slices and microbatches from what was asked.
+
+    Raises:
+        BatchSizeError: sizes that do not fit together, with the nearest valid numbers.
+    """
+    why = None
+    if coupled is None and batchnorm:
+        coupled, why = True, "BatchNorm sees one slice at a time"
+    coupled = bool(coupled)
+    for name, size in (("microbatch_size", microbatch_size), ("slice_size", slice_size)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise BatchSizeError(f"{name}={size!r}: a whole number of rows, at least 1.", fix=[f"{name}=1 or more"])
+        if size is not None and global_batch_size is not None and size > global_batch_size:
+            raise BatchSizeError(
+                f"{name}={size} is larger than the global batch of {global_batch_size} rows.",
+                fix=[f"{name}={global_batch_size} or less"],
+            )
+    if not (exact or coupled):
+        if slice_size is not None:
+            raise BatchSizeError(
+                f"slice_size={slice_size} has no meaning here: rows are independent in fast mode.",
+                fix=["exact=True or coupled=True", "microbatch_size=, if memory is what you want to bound"],
+            )
+        return Batch(Cut(rank, world_size, microbatch_size, None), False, False, None)
+    if slice_size is None:
+        if global_batch_size is None:
+            raise BatchSizeError(
+                "an Engine in exact or coupled mode needs slice_size=: it does not know the global batch.",
+                fix=["slice_size=16", "or use evener.Run, which does"],
+            )
+        slice_size = default_slice_size(global_batch_size, at_least=_BATCHNORM_ROWS if batchnorm else 1)
+    if microbatch_size is not None and microbatch_size % slice_size:
+        below, above = microbatch_size // slice_size * slice_size, -(-microbatch_size // slice_size) * slice_size
+        near = f"{below} or {above}" if below else f"{above}"
+        raise BatchSizeError(
+            f"microbatch_size={microbatch_size} is not a whole number of slices of {slice_size} rows.",
+            evidence=["in exact and coupled mode a slice is computed alone and is never cut"],
+            fix=[f"microbatch_size={near}", f"or slice_size={microbatch_size}"],
+        )
+    return Batch(Cut(rank, world_size, None, slice_size), coupled, exact, why)

@@ -1,0 +1,69 @@
+"""Strategies: how an update's gradient is spread over devices, behind one seam.
+
+The step knows only this protocol. A strategy owns where gradients are kept and summed; the step owns the order of
+things, the denominator, the finite vote, the clip and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Spread(Protocol):
+    """What the step asks of a strategy. Every method is called on all ranks in the same order."""
+
+    name: str
+    slots: Callable[[int], int]
+    """Rows of the packed statistics for an update of so many rows: 1, or the number of slices in exact mode."""
+
+    def begin(self, rows: int) -> None:
+        """Before the first piece: no gradient is left over."""
+
+    def forward(self, model: torch.nn.Module, batch: Any, rows: int) -> Any:
+        """What loss_fn returns for this piece. Communicates only where the forward does (fsdp)."""
+
+    def before_backward(self, last: bool) -> None:
+        """Before the backward of a piece; `last` on this rank lets the reduction overlap it."""
+
+    def after_backward(self, number: int) -> None:
+        """After the backward of piece (slice) `number`."""
+
+    def finish(self) -> list[torch.Tensor]:
+        """Gradients, summed over all pieces of all ranks, set as `.grad`; None stays where no rank used a parameter.
+        Returns the gradients that exist, in parameter order. Waits for this update's reduction."""
+
+    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
+        """Sum a small vector over all ranks in place; the returned function waits for it."""
+
+    def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
+        """The sum of per-piece vectors (by piece number) over all pieces of all ranks, in this strategy's order.
+        `like` has their length and dtype, for a rank without pieces."""
+
+    def norm(self, gradients: Tensors) -> torch.Tensor:
+        """The global 2-norm, float32 (float64 for float64 gradients), 0-dimensional, equal on all ranks. No host sync."""
+
+
+def norm_of(gradients: Tensors) -> torch.Tensor:
+    """The 2-norm over whole gradients that every rank holds. Three operations, no host sync."""
+    if not gradients:
+        return torch.zeros(())
+    half = gradients[0].dtype in (torch.float16, torch.bfloat16)
+    # Half precision would overflow at 65504 and read as non-finite.
+    norms = torch._foreach_norm(gradients, 2, torch.float32) if half else torch._foreach_norm(gradients)
+    first = norms[0]
+    if any(norm.dtype != first.dtype or norm.device != first.device for norm in norms):
+        norms = tuple(norm.to(first.device, torch.promote_types(first.dtype, torch.float32)) for norm in norms)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def existing(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def no_wait() -> None:
+    """Nothing is on its way."""

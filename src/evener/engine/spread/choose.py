@@ -1,0 +1,55 @@
+"""From the strategy's name to the object behind the seam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from evener.engine.setup import Batch
+from evener.engine.spread import Spread
+from evener.engine.spread.ddp import DDP
+from evener.engine.spread.dp import DP
+from evener.engine.spread.exact import Exact
+from evener.engine.spread.single import Single
+from evener.errors import UsageError
+
+
+def make_spread(
+    strategy: str,
+    parameters: Sequence[torch.nn.Parameter],
+    loss_fn: Callable[..., Any],
+    *,
+    batch: Batch,
+    rank: int,
+    world_size: int,
+    reduce_dtype: torch.dtype | None,
+    device: torch.device,
+    device_ids: Sequence[int] | None,
+    output_device: int | None,
+    scatter: Any,
+    notes: list[str],
+) -> Spread:
+    """Called on all ranks with the same arguments; `notes` collects what the contract line should say."""
+    if strategy != "dp" and (device_ids is not None or output_device is not None or scatter is not None):
+        raise UsageError(
+            "device_ids, output_device and scatter belong to strategy='dp'.", fix=['strategy="dp"', "or leave them out"]
+        )
+    if strategy == "dp":
+        if batch.cut.slice_size is not None:
+            why = "exact=True" if batch.exact else "coupled rows (BatchNorm)"
+            raise UsageError(
+                f'strategy="dp" cuts a batch over GPUs, which {why} forbids.',
+                fix=['strategy="ddp" with one process per GPU', 'or batchnorm="frozen" where BatchNorm may stay fixed'],
+            )
+        notes.append("dp is one process driving several GPUs; ddp is faster and the better choice")
+        return DP(
+            parameters, loss_fn, device=device, device_ids=device_ids, output_device=output_device, scatter=scatter
+        )
+    if batch.exact:
+        assert batch.cut.slice_size is not None
+        return Exact(parameters, loss_fn, rank=rank, world_size=world_size, slice_size=batch.cut.slice_size)
+    if strategy == "ddp" and world_size > 1:
+        return DDP(parameters, loss_fn, reduce_dtype=reduce_dtype)
+    return Single(parameters, loss_fn)

@@ -1,0 +1,129 @@
+"""One process, several GPUs (DataParallel's way): the model is replicated and loss_fn runs on every replica.
+
+Unlike nn.DataParallel the loss is computed where the outputs are, so nothing large is gathered, and each part counts by
+its rows: uneven parts are weighted exactly. On the CPU, parts run one after another on the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from evener import batch as batches
+from evener.engine.mean import Mean
+from evener.engine.spread.single import Single
+from evener.engine.tally import as_loss
+from evener.errors import DeviceError, UsageError
+
+
+class DP(Single):
+    """`strategy="dp"`.
+
+    Args:
+        device_ids: GPU slots; all visible ones by default. The model lives on the first.
+        output_device: The slot where losses are added up; the first device by default.
+        scatter: Weights, one per device ((3, 1) gives the first device three quarters of the rows), or a function
+            scatter(batch, parts) that returns one batch per device.
+    """
+
+    name = "dp"
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        loss_fn: Callable[..., Any],
+        *,
+        device: torch.device,
+        device_ids: Sequence[int] | None,
+        output_device: int | None,
+        scatter: Any,
+    ) -> None:
+        super().__init__(parameters, loss_fn)
+        self.scatter = scatter
+        if device.type == "cuda":
+            ids = list(device_ids) if device_ids is not None else list(range(torch.cuda.device_count()))
+            bad = [i for i in ids if not 0 <= i < torch.cuda.device_count()]
+            if bad or not ids or len(set(ids)) < len(ids):
+                raise DeviceError(
+                    f"device_ids={ids}: slots are different numbers from 0 to {torch.cuda.device_count() - 1}.",
+                    fix=["slots count inside CUDA_VISIBLE_DEVICES"],
+                )
+            if ids[0] != device.index:
+                raise DeviceError(
+                    f"the model must live on the first of device_ids: it is on {device}, device_ids={ids}.",
+                    fix=[f'device="cuda:{ids[0]}"', f"or device_ids starting with {device.index}"],
+                )
+            self.devices = [torch.device("cuda", i) for i in ids]
+            self.output = torch.device("cuda", ids[0] if output_device is None else output_device)
+        else:
+            if device_ids:
+                raise DeviceError(
+                    f"device_ids={list(device_ids)}: there are no GPUs on {device}.", fix=["leave it out"]
+                )
+            parts = len(scatter) if isinstance(scatter, list | tuple) else 1
+            self.devices, self.output = [device] * parts, device
+        if isinstance(scatter, list | tuple) and (
+            len(scatter) != len(self.devices) or min(scatter) < 0 or not sum(scatter)
+        ):
+            raise UsageError(
+                f"scatter={scatter!r}: one weight per device ({len(self.devices)}), none negative, not all 0.",
+                fix=[f"scatter={tuple([1] * len(self.devices))}"],
+            )
+        if scatter is not None and not callable(scatter) and not isinstance(scatter, list | tuple):
+            raise UsageError(f"scatter={scatter!r} is neither weights nor a function.", fix=["scatter=(3, 1)"])
+
+    def _parts(self, batch: Any, rows: int) -> list[Any]:
+        if callable(self.scatter):
+            parts = list(self.scatter(batch, len(self.devices)))
+            given = sum(batches.rows(part) for part in parts)
+            if len(parts) > len(self.devices) or given != rows:
+                raise UsageError(
+                    f"scatter returned {len(parts)} parts with {given} rows for {len(self.devices)} devices and {rows} rows.",
+                    fix=["return at most one part per device, with every row exactly once"],
+                )
+            return parts
+        weights = self.scatter or [1] * len(self.devices)
+        edges = [0]
+        for k in range(len(weights)):
+            edges.append(round(rows * sum(weights[: k + 1]) / sum(weights)))
+        return [batches.part(batch, start, stop) for start, stop in zip(edges, edges[1:]) if stop > start]
+
+    def forward(self, model: torch.nn.Module, batch: Any, rows: int) -> Any:
+        parts = self._parts(batch, rows)
+        if len(parts) == 1:
+            return self.loss_fn(model, parts[0])
+        sizes = [batches.rows(part) for part in parts]
+        if self.output.type == "cuda":
+            outputs = self._on_gpus(model, parts)
+        else:
+            outputs = [self.loss_fn(model, part) for part in parts]
+        return self._join(outputs, sizes, rows)
+
+    def _on_gpus(self, model: torch.nn.Module, parts: list[Any]) -> list[Any]:
+        from torch.nn.parallel import parallel_apply, replicate
+
+        devices = self.devices[: len(parts)]
+        replicas = replicate(model, devices)
+        moved = [(replica, batches.move(part, device)) for replica, part, device in zip(replicas, parts, devices)]
+        return list(parallel_apply([self.loss_fn] * len(parts), moved, devices=devices))
+
+    def _join(self, outputs: list[Any], sizes: list[int], rows: int) -> Any:
+        """One loss with one denominator from the parts' losses, on the output device."""
+        losses, kinds, metrics = zip(*(as_loss(output, size) for output, size in zip(outputs, sizes)))
+        here = self.output
+
+        def add(means: Sequence[Mean]) -> Mean:
+            total: Any = 0
+            count: Any = 0
+            for mean in means:
+                value = mean.value.to(here) if isinstance(mean.value, torch.Tensor) else mean.value
+                number = mean.count.to(here) if isinstance(mean.count, torch.Tensor) else mean.count
+                total = total + (value if mean.form == "total" else value * number)
+                count = count + number
+            return Mean(total=total, count=count)
+
+        loss = add(losses)
+        joined = {name: add([one[name] for one in metrics]) for name in metrics[0]}
+        return (loss.value / rows if all(kinds) else loss), joined

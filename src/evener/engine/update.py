@@ -1,0 +1,151 @@
+"""`Update`: what one optimizer step was. Reading a value never communicates; it may wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from evener.engine.tally import Tally
+
+
+class Update:
+    """One update, numbered from 0.
+
+    number, epoch, rows, microbatches, seconds and ends_epoch are plain values. loss, metrics, count, grad_norm,
+    lr, scale and skipped live on the device until they are read: reading one waits for the device (a host sync), never for
+    another rank, because the sums were reduced inside the step.
+    """
+
+    __slots__ = (
+        "_found",
+        "_lr",
+        "_names",
+        "_norm",
+        "_read",
+        "_rows",
+        "_scale",
+        "_sums",
+        "_tally",
+        "ends_epoch",
+        "epoch",
+        "microbatches",
+        "number",
+        "seconds",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        tally: Tally,
+        sums: torch.Tensor | None,
+        names: Sequence[str],
+        rows: int | None,
+        microbatches: int,
+        lr: float | torch.Tensor,
+        norm: torch.Tensor | None,
+        found: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        seconds: float,
+    ) -> None:
+        self.number = number
+        self.epoch = 0
+        self.ends_epoch = False
+        self.microbatches = microbatches
+        self._lr = lr
+        self.seconds = seconds
+        self._tally, self._sums, self._names, self._rows = tally, sums, names, rows
+        self._norm, self._found, self._scale = norm, found, scale
+        self._read: list[float] | None = None
+
+    def _values(self) -> list[float]:
+        if self._read is None:
+            sums = self._sums
+            if sums is None:
+                if self._tally.entries:
+                    device = self._tally.entries[0][1].value.device  # type: ignore[union-attr]
+                    sums = self._tally.pack(self._names, 1, device)
+                else:
+                    sums = torch.zeros(1, 3 + 2 * len(self._names))
+            self._read = sums.sum(0).tolist()
+        return self._read
+
+    @property
+    def loss(self) -> float:
+        """The optimised loss: the mean over the global batch (nan when it counted nothing)."""
+        values = self._values()
+        return values[0] / values[1] if values[1] else float("nan")
+
+    @property
+    def count(self) -> float:
+        """The loss's denominator over all ranks: rows, or what `Mean(count=)` counted."""
+        return self._values()[1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the global batch that were computed, over all ranks."""
+        return self._rows if self._rows is not None else round(self._values()[2])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Exact means over the global batch, by name."""
+        values = self._values()
+        pairs = zip(self._names, values[3::2], values[4::2])
+        return {name: total / count if count else float("nan") for name, total, count in pairs}
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """(total, count) of the loss and of every metric, for exact means over several updates."""
+        values = self._values()
+        pairs = zip(("loss", *self._names), (values[0], *values[3::2]), (values[1], *values[4::2]))
+        return {name: (total, count) for name, total, count in pairs}
+
+    @property
+    def grad_norm(self) -> float:
+        """The global 2-norm of the gradient before clipping, after unscaling."""
+        return float(self._norm) if self._norm is not None else 0.0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate this update was made with (of the first parameter group)."""
+        return float(self._lr)
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of this update; 1 without a scaler."""
+        return float(self._scale) if self._scale is not None else 1.0
+
+    @property
+    def skipped(self) -> bool:
+        """True when the update changed nothing: gradients not finite, or nothing to count."""
+        return bool(self._found) if self._found is not None else True
+
+    def __str__(self) -> str:
+        parts = [f"update {self.number}", f"loss {self.loss:.4g}"]
+        parts += [f"{name} {value:.4g}" for name, value in self.metrics.items()]
+        parts += [f"lr {self.lr:.3g}", f"grad norm {self.grad_norm:.3g}"]
+        if self.skipped:
+            parts.append("skipped")
+        return " · ".join(parts)
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values as plain numbers; waits for the device."""
+        return {
+            "number": self.number,
+            "epoch": self.epoch,
+            "loss": self.loss,
+            "metrics": self.metrics,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "scale": self.scale,
+            "rows": self.rows,
+            "count": self.count,
+            "microbatches": self.microbatches,
+            "skipped": self.skipped,
+            "ends_epoch": self.ends_epoch,
+            "seconds": self.seconds,
+        }
