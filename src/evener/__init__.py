@@ -16,7 +16,6 @@ _WHERE = {
     "Run": "evener.run",
     "Update": "evener.engine",
     "Epoch": "evener.run",
-    "Stopped": "evener.run",
     "Engine": "evener.engine",
     "Mean": "evener.engine",
     "device": "evener.dist.device",
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from evener.engine import Update as Update
     from evener.run import Epoch as Epoch
     from evener.run import Run as Run
-    from evener.run import Stopped as Stopped
 
 
 def __getattr__(name: str) -> object:

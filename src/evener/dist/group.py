@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class Group:
         self.timeout = timeout
         self.owned = False
         self.calls = 0
-        self._store: dist.Store | None = None
+        self._store: Any = None
         place = here()
         if dist.is_available() and dist.is_initialized():
             self.adopted = True
@@ -61,7 +62,9 @@ class Group:
         if store_dir is not None:
             # A restarted attempt must not read the dead attempt's addresses, so each has a file of its own.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = dist.FileStore(str(Path(store_dir) / f"attempt-{attempt}"), place.world_size)
+            self._store = torch._C._distributed_c10d.FileStore(
+                str(Path(store_dir) / f"attempt-{attempt}"), place.world_size
+            )
             self._store.set_timeout(timeout)
             dist.init_process_group(
                 backend, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout

@@ -118,8 +118,9 @@ class Buffers:
                 slot.owner[slot.name] = slot.tensor
                 slot.version = slot.tensor._version
 
-    def finish(self, spread: Spread, rows: int) -> None:
-        """The update's values: the mean over pieces and ranks. `rows`: of the whole global batch."""
+    def finish(self, spread: Spread, rows: int, nominal: int) -> None:
+        """The update's values: the mean over pieces and ranks. `rows`: of the whole global batch, as delivered;
+        `nominal`: as the order gave them."""
         if not self.slots:
             return
         if self.learning:
@@ -130,7 +131,7 @@ class Buffers:
         old = old_counters = torch.zeros(0)
         if self.floats:
             old = _flat([slot.value for slot in self.floats])
-            _write(self.floats, spread.fold(self.flats, rows, old) / rows)
+            _write(self.floats, spread.fold(self.flats, nominal, old) / rows)
         if self.integers:
             old_counters = _flat([slot.value for slot in self.integers])
             new = self.counters if self.counters is not None else old_counters

@@ -78,13 +78,13 @@ class Flags:
         if scaled:
             self.halvings += 1
             if self.halvings == _FALLING or scale < 1.0:
-                self.report("scale_falling", update.number, {"scale": scale, "in_a_row": self.halvings})
+                self.report("scale_falling", update.number, {"scale": scale, "skipped_in_a_row": self.halvings})
         # While fp16 looks for its scale, overflowing gradients with a finite loss are normal.
         if not scaled or scale <= 1.0 or not math.isfinite(update.loss):
             self.in_a_row += 1
         if self.stop_after is not None and self.in_a_row >= self.stop_after:
             raise NonFiniteError(
-                f"{self.in_a_row} updates in a row had gradients that are not finite; the last is update {update.number}.",
+                f"{self.in_a_row} updates in a row had gradients that are not finite, the last is {update.number}.",
                 evidence=[f"loss {update.loss:g}, grad norm {update.grad_norm:g}, loss scale {scale:g}"],
                 fix=[
                     "lower the learning rate, or clip with max_grad_norm=",

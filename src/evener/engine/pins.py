@@ -29,7 +29,9 @@ class Pins:
         torch.set_num_threads(1)
         deterministic = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        fill = torch.utils.deterministic.fill_uninitialized_memory
+        # The module swaps its class to hold this property, which type checkers cannot see.
+        deterministic_module: Any = torch.utils.deterministic
+        fill = deterministic_module.fill_uninitialized_memory
         benchmark = torch.backends.cudnn.benchmark
         if device.type == "cuda" and not os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
             if torch.cuda.is_initialized():
@@ -39,13 +41,13 @@ class Pins:
                 )
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and changes no result
+        deterministic_module.fill_uninitialized_memory = False  # costs time and changes no result
         torch.backends.cudnn.benchmark = False
 
         def undo() -> None:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            deterministic_module.fill_uninitialized_memory = fill
             torch.backends.cudnn.benchmark = benchmark
 
         self.undo.append(undo)

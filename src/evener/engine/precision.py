@@ -108,7 +108,7 @@ def decide(spec: object, device: torch.device) -> Precision:
             name,
             param=torch.float16,
             scaler=True,
-            because="no fp32 master weights: small updates are lost",
+            because="no fp32 master weights: small updates vanish",
         ),
     }[name]
 
@@ -148,8 +148,8 @@ def _apex(level: str, device: torch.device) -> Precision:
         return replace(
             decide("fp16", device),
             requested=level,
-            because="O2's fp32 master weights are your parameters themselves: they stay fp32, autocast casts per operation "
-            "and BatchNorm stays fp32",
+            because="O2's fp32 master weights are your parameters themselves: they stay fp32, autocast casts per "
+            "operation and BatchNorm stays fp32",
         )
     return replace(
         decide("fp16-true", device),

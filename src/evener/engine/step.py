@@ -207,7 +207,7 @@ class Engine:
         self.names: tuple[str, ...] | None = None  # metric names, agreed in the first update
         self.scalar: bool | None = None
         self.provisional = 1.0  # P, a power of two; matters only where the exponent range is small
-        self.saw_ignored_labels = False
+        self.ignored_labels = False
         self._constants: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._named_unused = False
         self._open: _Open | None = None
@@ -226,7 +226,7 @@ class Engine:
         return self._apply(fold=self.before_step is None)
 
     def backward(self, batch: Any) -> None:
-        """Forward, backward and reduction of one update: afterwards `.grad` is final, unscaled, unclipped. Collective."""
+        """Forward, backward and reduction: afterwards `.grad` is final, unscaled and not yet clipped. Collective."""
         parts, rows = self._parts(batch)
         self._backward(parts, rows)
         self._unscale()
@@ -237,9 +237,12 @@ class Engine:
             raise UsageError("apply() without a backward(batch) before it.", fix=["engine.backward(batch)"])
         return self._apply(fold=False)
 
-    def step_parts(self, parts: Sequence[Part], rows: int | None) -> Update:
-        """As `step`, for rows that are cut already (number, rows, batch). `rows`: of the global batch where known."""
-        self._backward(parts, rows)
+    def step_parts(self, parts: Sequence[Part], rows: int, *, all_delivered: bool = True) -> Update:
+        """As `step`, for rows that `self.cut` has cut: (number, rows, batch) each. `rows`: of the whole global batch.
+
+        all_delivered: False where rows may be missing (bad rows skipped), on any rank: then they are counted.
+        """
+        self._backward(parts, rows, all_delivered)
         return self._apply(fold=self.before_step is None)
 
     def digest(self) -> str:
@@ -283,7 +286,7 @@ class Engine:
         self.flags.load_state_dict(state["flags"])
 
     def settle(self) -> None:
-        """Bring the host up to date: the last update's flag is read and its schedule step made. Waits for the device."""
+        """Read the last update's flag and make its schedule step. Waits for the device; no communication."""
         skipped = self.flags.land()
         if skipped is not None:
             self.schedule.after_update(skipped)
@@ -301,7 +304,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ the step
 
     def _parts(self, batch: Any) -> tuple[list[Part], int | None]:
-        """This rank's rows, cut. With slices the ranks say how many rows they have, so that slices get their numbers."""
+        """This rank's rows, cut. With slices the ranks tell each other their row counts, for the slices' numbers."""
         rows = 0 if batch is None else batches.rows(batch, self.split)
         world = self.group.world_size
         size = self.cut.slice_size
@@ -312,7 +315,7 @@ class Engine:
             if rows and offset % size:
                 below = offset // size * size
                 raise BatchSizeError(
-                    f"rank {self.group.rank} starts at row {offset} of the global batch, inside a slice of {size} rows.",
+                    f"rank {self.group.rank} starts at row {offset} of the global batch, inside a slice of {size} rows",
                     evidence=[f"rows per rank: {', '.join(map(str, counts))}"],
                     fix=[
                         f"give each rank whole slices: start it at row {below} or {below + size}",
@@ -337,16 +340,17 @@ class Engine:
             for i, (start, stop) in enumerate(pieces)
         ], total
 
-    def _backward(self, parts: Sequence[Part], rows: int | None) -> None:
+    def _backward(self, parts: Sequence[Part], nominal: int | None, all_delivered: bool = True) -> None:
         spread, buffers, randomness = self.spread, self.buffers, self.randomness
         tally = Tally()
         waiting: Callable[[], None] | None = None
         sums: torch.Tensor | None = None
         distributed = self.group.world_size > 1
-        slots = spread.slots(rows or 1)
+        rows = nominal if all_delivered else None
+        slots = spread.slots(nominal or 1)
         # In exact mode the division comes last, one factor for every element alike.
         known = rows if not self.batch.exact else None
-        spread.begin(rows or 1)
+        spread.begin(nominal or 1)
         buffers.begin()
         states = randomness.save()
         last = len(parts) - 1
@@ -359,7 +363,7 @@ class Engine:
                 self._learn_kind(scalar, batch)
             tally.add(number if slots > 1 else 0, _detached(loss), count, metrics)
             if self.names is None:
-                self._agree(tally, rows, sum(part[1] for part in parts))
+                self._agree(tally, nominal, sum(part[1] for part in parts))
             elif self.names != (tuple(metrics) if len(metrics) < 2 else tuple(sorted(metrics))):
                 refuse_names(self.names, metrics)
             buffers.after_forward(number, count)
@@ -375,7 +379,7 @@ class Engine:
             buffers.after_backward()
         if not parts and distributed:
             if self.names is None:
-                self._agree(tally, rows, 0)
+                self._agree(tally, nominal, 0)
             sums, waiting = self._send(tally, slots)
         randomness.restore(states)
         gradients = spread.finish()
@@ -385,7 +389,7 @@ class Engine:
             sums = tally.pack(self.names or (), slots, self.device)
         if buffers.slots:
             total = rows if rows is not None else round(float(sums[:, 2].sum())) if sums is not None else tally.rows
-            buffers.finish(spread, total)
+            buffers.finish(spread, total, nominal or total)
         if not self._named_unused:
             self._name_unused(gradients)
         self._open = _Open(tally, sums, gradients, rows, len(parts))
@@ -405,13 +409,10 @@ class Engine:
             weight = 1.0 / self.provisional
         else:
             weight = loss.count / self.provisional
-        if isinstance(weight, torch.Tensor):
-            weight = weight.to(value.dtype)
-        else:
-            weight = self._constant(weight, value.dtype)
+        start = weight.to(value.dtype) if isinstance(weight, torch.Tensor) else self._constant(weight, value.dtype)
         if self.loss_scale is not None:
-            weight = (weight * self.loss_scale.scale).to(value.dtype)
-        return weight if value.ndim == 0 else weight.expand(value.shape)
+            start = (start * self.loss_scale.scale).to(value.dtype)
+        return start if value.ndim == 0 else start.expand(value.shape)
 
     def _correction(self, tally: Tally, sums: torch.Tensor | None, rows: int | None) -> Any:
         """What reduced gradients are still to be multiplied with, apart from the loss scale: P / N, or 1."""
@@ -536,15 +537,26 @@ class Engine:
                 fix=["return evener.Mean(total=..., count=...) every time"],
             )
         self.scalar = scalar
-        if scalar and self.loss_is is None and (self.saw_ignored_labels or _has_ignored_labels(batch)):
-            raise LossError(
-                "the loss is a scalar (a mean over rows), but the batch's labels hold -100: positions that do not count.",
-                evidence=["a mean over the unmasked tokens of each microbatch is not the mean over the global batch"],
-                fix=[
-                    "count = (labels != -100).sum(); return evener.Mean(mean=loss, count=count)",
-                    'or loss_is="row mean", if the scalar really is a mean over rows',
-                ],
-            )
+        if scalar and self.loss_is is None and (self.ignored_labels or _has_ignored_labels(batch)):
+            self.note_ignored_labels()
+
+    def note_ignored_labels(self) -> None:
+        """A batch's `labels` hold -100: refused as soon as the loss is known to be a plain scalar.
+
+        Raises:
+            LossError: the loss is a scalar and `loss_is` does not say that this is right.
+        """
+        self.ignored_labels = True
+        if not self.scalar or self.loss_is is not None:
+            return
+        raise LossError(
+            "the loss is a scalar (a mean over rows), but the batch's labels hold -100: positions that do not count.",
+            evidence=["a mean over the unmasked tokens of each microbatch is not the mean over the global batch"],
+            fix=[
+                "count = (labels != -100).sum(); return evener.Mean(mean=loss, count=count)",
+                'or loss_is="row mean", if the scalar really is a mean over rows',
+            ],
+        )
 
     def _agree(self, tally: Tally, rows: int | None, mine_rows: int) -> None:
         """First update, after the first forward: ranks agree on metric names, the kind of loss, and P. Collective."""

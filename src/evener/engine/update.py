@@ -13,26 +13,26 @@ from evener.engine.tally import Tally
 class Update:
     """One update, numbered from 0.
 
-    number, epoch, rows, microbatches, seconds and ends_epoch are plain values. loss, metrics, count, grad_norm,
-    lr, scale and skipped live on the device until they are read: reading one waits for the device (a host sync), never for
+    number, epoch, microbatches, seconds and ends_epoch are plain values. loss, metrics, count, rows, grad_norm, lr,
+    scale and skipped live on the device until they are read: reading one waits for the device (a host sync), never for
     another rank, because the sums were reduced inside the step.
     """
 
     __slots__ = (
         "_found",
         "_lr",
-        "_names",
         "_norm",
         "_read",
         "_rows",
         "_scale",
-        "_sums",
-        "_tally",
         "ends_epoch",
         "epoch",
         "microbatches",
+        "names",
         "number",
         "seconds",
+        "sums",
+        "tally",
     )
 
     def __init__(
@@ -45,8 +45,8 @@ class Update:
         rows: int | None,
         microbatches: int,
         lr: float | torch.Tensor,
-        norm: torch.Tensor | None,
-        found: torch.Tensor | None,
+        norm: torch.Tensor,
+        found: torch.Tensor,
         scale: torch.Tensor | None,
         seconds: float,
     ) -> None:
@@ -56,20 +56,35 @@ class Update:
         self.microbatches = microbatches
         self._lr = lr
         self.seconds = seconds
-        self._tally, self._sums, self._names, self._rows = tally, sums, names, rows
-        self._norm, self._found, self._scale = norm, found, scale
+        self.tally, self.sums, self.names, self._rows = tally, sums, names, rows
+        self._norm: Any = norm
+        self._found: Any = found
+        self._scale: Any = scale
         self._read: list[float] | None = None
+
+    def vector(self) -> torch.Tensor:
+        """The update's sums, its norm and its flag as one vector on the device; no host sync."""
+        sums = self.sums
+        if sums is None:
+            if self.tally.entries:
+                device = self.tally.entries[0][1].value.device  # type: ignore[union-attr]
+                sums = self.tally.pack(self.names, 1, device)
+            else:
+                sums = torch.zeros(1, 3 + 2 * len(self.names))
+        extra = [value for value in (self._norm, self._found, self._scale) if value is not None]
+        return torch.cat([sums.sum(0), torch.stack([value.to(sums.dtype) for value in extra])])
+
+    def landed(self, values: list[float]) -> None:
+        """The host's copy of `vector()` has arrived: reading no longer waits."""
+        width = 3 + 2 * len(self.names)
+        self._read = values[:width]
+        extra: list[float | None] = [*values[width:], None]
+        self._norm, self._found, self._scale = extra[:3]
 
     def _values(self) -> list[float]:
         if self._read is None:
-            sums = self._sums
-            if sums is None:
-                if self._tally.entries:
-                    device = self._tally.entries[0][1].value.device  # type: ignore[union-attr]
-                    sums = self._tally.pack(self._names, 1, device)
-                else:
-                    sums = torch.zeros(1, 3 + 2 * len(self._names))
-            self._read = sums.sum(0).tolist()
+            self.landed(self.vector().tolist())
+            assert self._read is not None
         return self._read
 
     @property
@@ -92,19 +107,13 @@ class Update:
     def metrics(self) -> dict[str, float]:
         """Exact means over the global batch, by name."""
         values = self._values()
-        pairs = zip(self._names, values[3::2], values[4::2])
+        pairs = zip(self.names, values[3::2], values[4::2])
         return {name: total / count if count else float("nan") for name, total, count in pairs}
-
-    def sums(self) -> dict[str, tuple[float, float]]:
-        """(total, count) of the loss and of every metric, for exact means over several updates."""
-        values = self._values()
-        pairs = zip(("loss", *self._names), (values[0], *values[3::2]), (values[1], *values[4::2]))
-        return {name: (total, count) for name, total, count in pairs}
 
     @property
     def grad_norm(self) -> float:
         """The global 2-norm of the gradient before clipping, after unscaling."""
-        return float(self._norm) if self._norm is not None else 0.0
+        return float(self._norm)
 
     @property
     def lr(self) -> float:
@@ -119,7 +128,7 @@ class Update:
     @property
     def skipped(self) -> bool:
         """True when the update changed nothing: gradients not finite, or nothing to count."""
-        return bool(self._found) if self._found is not None else True
+        return bool(self._found)
 
     def __str__(self) -> str:
         parts = [f"update {self.number}", f"loss {self.loss:.4g}"]

@@ -11,15 +11,16 @@ from typing import Any, Protocol
 
 import torch
 
-Tensors = Sequence[torch.Tensor]
+Tensors = list[torch.Tensor]
 
 
 class Spread(Protocol):
     """What the step asks of a strategy. Every method is called on all ranks in the same order."""
 
     name: str
-    slots: Callable[[int], int]
-    """Rows of the packed statistics for an update of so many rows: 1, or the number of slices in exact mode."""
+
+    def slots(self, rows: int) -> int:
+        """Rows of the packed statistics for an update of so many rows: 1, or the number of slices in exact mode."""
 
     def begin(self, rows: int) -> None:
         """Before the first piece: no gradient is left over."""
@@ -45,7 +46,7 @@ class Spread(Protocol):
         `like` has their length and dtype, for a rank without pieces."""
 
     def norm(self, gradients: Tensors) -> torch.Tensor:
-        """The global 2-norm, float32 (float64 for float64 gradients), 0-dimensional, equal on all ranks. No host sync."""
+        """The global 2-norm, 0-dimensional, at least float32, equal on all ranks. No host sync."""
 
 
 def norm_of(gradients: Tensors) -> torch.Tensor:
@@ -58,7 +59,8 @@ def norm_of(gradients: Tensors) -> torch.Tensor:
     first = norms[0]
     if any(norm.dtype != first.dtype or norm.device != first.device for norm in norms):
         norms = tuple(norm.to(first.device, torch.promote_types(first.dtype, torch.float32)) for norm in norms)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def existing(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -94,12 +94,13 @@ class DDP(Single):
         return ready
 
     def _launch(self, bucket: Bucket) -> None:
-        gradients = [self.parameters[i].grad for i in bucket.members]
-        if all(gradient is not None for gradient in gradients):
+        gradients = existing([self.parameters[i] for i in bucket.members])
+        if len(gradients) == len(bucket.members):
             bucket.used.fill_(1)
             torch._foreach_copy_(bucket.views, gradients)
         else:
-            for view, flag, gradient in zip(bucket.views, bucket.used.split(1), gradients):
+            for view, flag, i in zip(bucket.views, bucket.used.split(1), bucket.members):
+                gradient = self.parameters[i].grad
                 flag.fill_(gradient is not None)
                 if gradient is None:
                     view.zero_()

@@ -7,6 +7,7 @@ its rows: uneven parts are weighted exactly. On the CPU, parts run one after ano
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class DP(Single):
             given = sum(batches.rows(part) for part in parts)
             if len(parts) > len(self.devices) or given != rows:
                 raise UsageError(
-                    f"scatter returned {len(parts)} parts with {given} rows for {len(self.devices)} devices and {rows} rows.",
+                    f"scatter returned {len(parts)} parts with {given} rows; there are {len(self.devices)} devices and {rows} rows.",
                     fix=["return at most one part per device, with every row exactly once"],
                 )
             return parts
@@ -88,7 +89,7 @@ class DP(Single):
         edges = [0]
         for k in range(len(weights)):
             edges.append(round(rows * sum(weights[: k + 1]) / sum(weights)))
-        return [batches.part(batch, start, stop) for start, stop in zip(edges, edges[1:]) if stop > start]
+        return [batches.part(batch, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def forward(self, model: torch.nn.Module, batch: Any, rows: int) -> Any:
         parts = self._parts(batch, rows)
@@ -107,7 +108,9 @@ class DP(Single):
         devices = self.devices[: len(parts)]
         replicas = replicate(model, devices)
         moved = [(replica, batches.move(part, device)) for replica, part, device in zip(replicas, parts, devices)]
-        return list(parallel_apply([self.loss_fn] * len(parts), moved, devices=devices))
+        # It calls them with the arguments given and asks for nothing else of a module.
+        calls: Any = [self.loss_fn] * len(parts)
+        return list(parallel_apply(calls, moved, devices=devices))
 
     def _join(self, outputs: list[Any], sizes: list[int], rows: int) -> Any:
         """One loss with one denominator from the parts' losses, on the output device."""

@@ -85,6 +85,7 @@ class Exact(Single):
         self.leaves = 1
         self.tree = Tree(1, _add_lists)
         self.used = [False] * len(parameters)
+        self.pushed: set[int] = set()
 
     def slots(self, rows: int) -> int:
         return max(1, -(-rows // self.slice_size))
@@ -94,6 +95,7 @@ class Exact(Single):
         self.leaves = self.slots(rows)
         self.tree = Tree(self.leaves, _add_lists)
         self.used = [False] * len(self.parameters)
+        self.pushed.clear()
 
     def after_backward(self, number: int) -> None:
         gradients = []
@@ -106,9 +108,13 @@ class Exact(Single):
                 self.used[i] = True
                 parameter.grad = None
             gradients.append(gradient)
+        self.pushed.add(number)
         self.tree.push((0, number), gradients)
 
     def finish(self) -> list[torch.Tensor]:
+        for number in range(*share(self.leaves, self.rank, self.world_size)):
+            if number not in self.pushed:  # a slice whose rows could not be read is zeros
+                self.tree.push((0, number), [torch.zeros_like(parameter) for parameter in self.parameters])
         nodes, used = self.tree.stash, self.used
         self.tree = Tree(1, _add_lists)
         if self.world_size > 1:
@@ -119,7 +125,7 @@ class Exact(Single):
         for members in self._buckets():
             parameters = [self.parameters[i] for i in members]
             if self.world_size == 1:
-                roots = [next(iter(nodes.values()))[i] for i in members] if nodes else parameters
+                roots = [next(iter(nodes.values()))[i] for i in members]
             else:
                 flats = {node: torch.cat([values[i].view(-1) for i in members]) for node, values in nodes.items()}
                 length = sum(parameter.numel() for parameter in parameters)
@@ -180,10 +186,11 @@ class Exact(Single):
     def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
         leaves = self.slots(rows)
         tree = Tree(leaves, _add)
-        for number, flat in flats.items():
-            tree.push((0, number), flat.clone())
+        for number in range(*share(leaves, self.rank, self.world_size)):
+            tree.push((0, number), flats[number].clone() if number in flats else torch.zeros_like(like))
         if self.world_size == 1:
-            return next(iter(tree.stash.values())) if tree.stash else like
+            (root,) = tree.stash.values()
+            return root  # type: ignore[no-any-return]
         return self._combine(tree.stash, leaves, like.numel(), like)
 
     def norm(self, gradients: Tensors) -> torch.Tensor:
@@ -194,4 +201,5 @@ class Exact(Single):
         for gradient in gradients:
             whole = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
             rows.append(torch.linalg.vector_norm(whole.flatten(1), dim=1) if whole.ndim > 1 else whole.abs().view(-1))
-        return torch.linalg.vector_norm(torch.cat(rows))
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(rows))
+        return norm
