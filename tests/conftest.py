@@ -34,7 +34,8 @@ def no_environment_leak():
     yield
     after = dict(os.environ)
     # pytest keeps the first itself, torch sets the second when it is first compiled with
-    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)} - {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    allowed = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)} - allowed
     for name in changed:
         if name in before:
             os.environ[name] = before[name]

@@ -26,8 +26,15 @@ def train(optimizer: str, precision: str, exact: bool, updates: int = 20, poison
     }
     how = {"exact": True, "slice_size": SLICE} if exact else {"coupled": False}
     engine = evener.Engine(
-        model, kinds[optimizer](), token_loss, device="cpu", precision=precision, max_grad_norm=1.0, seed=3,
-        report=lambda *event: None, **how,
+        model,
+        kinds[optimizer](),
+        token_loss,
+        device="cpu",
+        precision=precision,
+        max_grad_norm=1.0,
+        seed=3,
+        report=lambda *event: None,
+        **how,
     )
     cut = Cut(evener.rank(), evener.world_size(), None, SLICE if exact else None)
     skipped = 0

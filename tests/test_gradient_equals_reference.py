@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -75,8 +77,14 @@ def one_update(kind, form, edges, microbatch, strategy_options):
     model = build(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = evener.Engine(
-        model, optimizer, make_loss(form), device="cpu", precision="fp32", microbatch_size=microbatch,
-        report=lambda *event: None, **strategy_options,
+        model,
+        optimizer,
+        make_loss(form),
+        device="cpu",
+        precision="fp32",
+        microbatch_size=microbatch,
+        report=lambda *event: None,
+        **strategy_options,
     )
     x, y = mlp_rows(edges[-1], dtype=torch.float64)
     start, stop = edges[rank], edges[rank + 1]
@@ -111,7 +119,9 @@ cuts = st.integers(1, 40).flatmap(
 )
 
 
-@settings(max_examples=20, deadline=None, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     cut=cuts,
     world=st.sampled_from(WORLDS),
@@ -174,7 +184,7 @@ def test_dp_custom_scatter(ranks):
 
 
 def accumulate(world_rows, microbatch):
-    """float32, several updates: the last window of an epoch is shorter and must not be divided by the configured count."""
+    """float32: the last window of an epoch is shorter and must not be divided by the configured count."""
     model = make("mlp")
     engine = evener.Engine(
         model, torch.optim.SGD(model.parameters(), lr=0.0), row_mean, device="cpu", precision="fp32",
@@ -211,7 +221,7 @@ def test_token_means_on_very_uneven_ranks(ranks):
     x, y = mlp_rows(rows, dtype=torch.float64)
     w = weights(rows)
     wrong = build("plain")
-    for start, stop in zip(edges, edges[1:]):
+    for start, stop in pairwise(edges):
         each = rows_of(wrong, x[start:stop], y[start:stop])
         ((each * w[start:stop]).sum() / w[start:stop].sum().clamp(min=1) / 2).backward()
     error = (wrong.head.weight.grad - expected["head.weight"]).norm() / expected["head.weight"].norm()

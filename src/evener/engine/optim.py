@@ -23,8 +23,10 @@ def prepare(optimizer: torch.optim.Optimizer, *, exact: bool) -> bool:
     """
     needed = [
         name
-        for name, parameter in inspect.signature(optimizer.step).parameters.items()
-        if parameter.default is parameter.empty
+        # of the class: a schedule replaces the instance's step by a wrapper
+        for name, parameter in inspect.signature(type(optimizer).step).parameters.items()
+        if name != "self"
+        and parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if needed or isinstance(optimizer, torch.optim.LBFGS):

@@ -162,6 +162,7 @@ class Engine:
         self.master = next(p.dtype for p in self.parameters)
         if self.precision.param is not None:
             kept = cast_parameters(model, self.precision.param)
+            self.model.register_forward_pre_hook(_cast_input(self.precision.param), with_kwargs=True)
             if kept:
                 self.notes.append(f"kept in fp32: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}")
         if self.precision.output is not None:
@@ -312,16 +313,15 @@ class Engine:
         if size is not None and world > 1:
             counts: list[int] = comm.all_gather(rows)
             offset, total = sum(counts[: self.group.rank]), sum(counts)
-            if rows and offset % size:
-                below = offset // size * size
-                raise BatchSizeError(
-                    f"rank {self.group.rank} starts at row {offset} of the global batch, inside a slice of {size} rows",
-                    evidence=[f"rows per rank: {', '.join(map(str, counts))}"],
-                    fix=[
-                        f"give each rank whole slices: start it at row {below} or {below + size}",
-                        "or use evener.Run",
-                    ],
-                )
+            starts = [sum(counts[:rank]) for rank in range(world)]
+            for rank, start in enumerate(starts):  # every rank sees every mistake, so that all stop together
+                if counts[rank] and start % size:
+                    below = start // size * size
+                    raise BatchSizeError(
+                        f"rank {rank} starts at row {start} of the global batch, inside a slice of {size} rows.",
+                        evidence=[f"rows per rank: {', '.join(map(str, counts))}"],
+                        fix=[f"start it at row {below} or {below + size}: whole slices per rank", "or use evener.Run"],
+                    )
         if rows == 0:
             return [], total
         batch = batches.move(batch, self.device)
@@ -622,6 +622,18 @@ def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim and value.device != device:
                 state[key] = value.to(device)
+
+
+def _cast_input(dtype: torch.dtype) -> Callable[..., Any]:
+    """Inputs of a model whose parameters are `dtype`: float32 tensors follow, anything else stays."""
+
+    def cast(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        def follow(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.to(dtype) if leaf.dtype == torch.float32 else leaf
+
+        return batches.apply(args, follow), batches.apply(kwargs, follow)
+
+    return cast
 
 
 def _cast_output(dtype: torch.dtype) -> Callable[..., Any]:
