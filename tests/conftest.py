@@ -16,6 +16,13 @@ def pytest_report_header() -> str:
     return f"EVENER_TEST_SEED={SEED} (set it to repeat the same samples)"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    # hypothesis draws its samples from the same printed seed
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = SEED
+
+
 @pytest.fixture(scope="session")
 def test_seed() -> int:
     return SEED
@@ -33,9 +40,9 @@ def no_environment_leak():
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    # pytest keeps the first itself, torch sets the second when it is first compiled with
-    allowed = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)} - allowed
+    # pytest keeps the first itself, torch sets the others when it first compiles
+    allowed = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
+    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k) and not k.startswith(allowed)}
     for name in changed:
         if name in before:
             os.environ[name] = before[name]

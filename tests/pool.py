@@ -66,7 +66,7 @@ class Pool:
         for rank in range(self.world):
             here, there = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, self.world, f"{folder}/store", there, self.threads), daemon=True
+                target=_rank_main, args=(rank, self.world, f"{folder}/store", there, self.threads)
             )
             process.start()
             there.close()

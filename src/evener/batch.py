@@ -51,11 +51,17 @@ def apply(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, Mapping):
         parts = {key: apply(value, function) for key, value in batch.items()}
         # Hugging Face's BatchEncoding and friends are mappings that take a dict.
-        return kind(parts)  # type: ignore[call-arg]
+        return kind(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         changed = {field.name: apply(getattr(batch, field.name), function) for field in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **changed)
     return batch
+
+
+def _is_pair(batch: Any) -> bool:
+    """The usual (x, y): taken apart without a generator, a dozen calls less in every step."""
+    kind = type(batch)
+    return (kind is tuple or kind is list) and len(batch) == 2 and type(batch[0]) is type(batch[1]) is torch.Tensor
 
 
 def rows(batch: Any, split: Split | None = None) -> int:
@@ -66,11 +72,10 @@ def rows(batch: Any, split: Split | None = None) -> int:
     Raises:
         DataError: no tensor leaf, or leaves with different first dimensions.
     """
-    if isinstance(batch, tuple | list) and len(batch) == 2 and split is None:
-        # The usual (x, y), without a generator per step.
+    if split is None and _is_pair(batch):
         x, y = batch
-        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.ndim and y.ndim:
-            count = x.shape[0]
+        if x.ndim and y.ndim:
+            count: int = x.shape[0]
             if count == y.shape[0]:
                 return count
     if split is not None:
@@ -104,11 +109,19 @@ def part(batch: Any, start: int, stop: int, split: Split | None = None) -> Any:
     """Rows start..stop-1 as views (no copy); with `split`, what it returns."""
     if split is not None:
         return split(batch, start, stop)
+    if _is_pair(batch):
+        x, y = batch
+        if x.ndim and y.ndim:
+            return type(batch)((x[start:stop], y[start:stop]))
     return apply(batch, lambda leaf: leaf[start:stop] if leaf.ndim else leaf)
 
 
 def move(batch: Any, device: torch.device) -> Any:
     """The batch on `device`; itself when it is there already. Host-to-device copies do not block for pinned memory."""
-    if all(leaf.device == device for _, leaf in leaves(batch)):
+    if _is_pair(batch):
+        x, y = batch
+        if x.device == device and y.device == device:
+            return batch
+    elif all(leaf.device == device for _, leaf in leaves(batch)):
         return batch
     return apply(batch, lambda leaf: leaf.to(device, non_blocking=True))

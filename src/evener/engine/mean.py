@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -47,11 +47,10 @@ class Mean:
         return f"Mean({self.form}={self.value!r}, count={self.count!r})"
 
 
-def total_of(mean: Mean) -> Any:
-    """The sum, detached: value when given as total, value times count when given as mean."""
-    value = mean.value.detach() if isinstance(mean.value, torch.Tensor) else mean.value
-    if mean.form == "total":
+def total_of(form: str, value: Number, count: Number) -> Number:
+    """The sum: the value when given as total, the value times the count when given as mean."""
+    if form == "total":
         return value
     if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
         value = value.float()  # a count of thousands is not a half-precision number
-    return value * mean.count
+    return value * count

@@ -114,7 +114,7 @@ def decide(spec: object, device: torch.device) -> Precision:
 
 
 def _check_bf16(name: str, device: torch.device) -> None:
-    # On a CPU emulation is slow but gives what was asked for; a GPU without bf16 emulates some kernels and lacks others.
+    # On a CPU emulation is slow but gives what was asked for; a GPU without bf16 lacks some kernels altogether.
     if device.type == "cuda" and not bf16_is_native(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise PrecisionError(

@@ -18,6 +18,7 @@ schedule step of update k runs just before the optimizer of update k+1, when its
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ from evener.errors import BatchSizeError, LossError, UsageError, one_of, show_er
 
 Part = tuple[int, int, Any]  # slice or microbatch number, rows, batch
 Report = Callable[[str, int, dict[str, Any]], None]
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
@@ -138,6 +140,7 @@ class Engine:
         self.group = group if group is not None else Group(self.device, timeout=timeout)
         self.owns_group = group is None
         rank, world = self.group.rank, self.group.world_size
+        self.distributed = world > 1
         self.strategy = choose_strategy(strategy, world)
         self.batch = decide_batch(
             global_batch_size=global_batch_size,
@@ -199,10 +202,9 @@ class Engine:
         self.buffers = Buffers(model, world_size=world, agree=self._union)
         self.flags = Flags(self.device, on_nonfinite, report or _warn)
         self.report: Report = report or _warn
-        self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.autocast: Autocast | None = None
         if self.precision.compute is not None:
-            dtype = self.precision.compute
-            self.autocast = lambda: torch.autocast(self.device.type, dtype=dtype)
+            self.autocast = functools.partial(torch.autocast, self.device.type, dtype=self.precision.compute)
 
         self.number = 0
         self.names: tuple[str, ...] | None = None  # metric names, agreed in the first update
@@ -309,6 +311,8 @@ class Engine:
         rows = 0 if batch is None else batches.rows(batch, self.split)
         world = self.group.world_size
         size = self.cut.slice_size
+        if size is None and world == 1 and 0 < rows <= (self.cut.microbatch_size or rows):
+            return [(0, rows, batches.move(batch, self.device))], rows
         offset, total = 0, rows if world == 1 else None
         if size is not None and world > 1:
             counts: list[int] = comm.all_gather(rows)
@@ -341,7 +345,7 @@ class Engine:
         ], total
 
     def _backward(self, parts: Sequence[Part], nominal: int | None, all_delivered: bool = True) -> None:
-        spread, buffers, randomness = self.spread, self.buffers, self.randomness
+        spread, buffers, randomness, autocast = self.spread, self.buffers, self.randomness, self.autocast
         tally = Tally()
         waiting: Callable[[], None] | None = None
         sums: torch.Tensor | None = None
@@ -356,17 +360,21 @@ class Engine:
         last = len(parts) - 1
         for i, (number, count, batch) in enumerate(parts):
             randomness.begin_piece(self.number, number)
-            with self.autocast():
+            if autocast is None:
                 output = spread.forward(self.model, batch, count)
+            else:
+                with autocast():
+                    output = spread.forward(self.model, batch, count)
             loss, scalar, metrics = as_loss(output, count)
             if self.scalar is not scalar:
                 self._learn_kind(scalar, batch)
-            tally.add(number if slots > 1 else 0, _detached(loss), count, metrics)
+            tally.add(number if slots > 1 else 0, loss, count, metrics)
             if self.names is None:
                 self._agree(tally, nominal, sum(part[1] for part in parts))
             elif self.names != (tuple(metrics) if len(metrics) < 2 else tuple(sorted(metrics))):
                 refuse_names(self.names, metrics)
-            buffers.after_forward(number, count)
+            if buffers.slots:
+                buffers.after_forward(number, count)
             if i == last and distributed:
                 sums, waiting = self._send(tally, slots)
             spread.before_backward(i == last)
@@ -376,7 +384,8 @@ class Engine:
                 value = value.float()  # weights beyond 65504, or with more than 8 bits, must not be rounded
             torch.autograd.backward(value, self._weight(loss, scalar, count, known, value))
             spread.after_backward(number)
-            buffers.after_backward()
+            if buffers.slots:
+                buffers.after_backward()
         if not parts and distributed:
             if self.names is None:
                 self._agree(tally, nominal, 0)
@@ -598,16 +607,6 @@ class Engine:
     def fingerprint(self) -> dict[str, Any]:
         """What exact mode's bits depend on besides the hardware; a resume checks it."""
         return {**self.pins.fingerprint(), "precision": self.precision.name, "slice_size": self.cut.slice_size}
-
-
-def _detached(loss: Mean) -> Mean:
-    value = loss.value
-    assert isinstance(value, torch.Tensor)
-    count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
-    value = value.detach()
-    if value.ndim:
-        value = value.reshape(())
-    return Mean(total=value, count=count) if loss.form == "total" else Mean(mean=value, count=count)
 
 
 def _has_ignored_labels(batch: Any) -> bool:

@@ -15,6 +15,8 @@ import torch
 from evener.engine.mean import Mean, Number, total_of
 from evener.errors import LossError
 
+Entry = tuple[int, str, torch.Tensor, Number, int]  # slot, form ("total" or "mean"), value, count, rows
+
 
 class Tally:
     """Entries of one update on this rank. Column order when packed: loss total, loss count, rows, then metric pairs."""
@@ -22,12 +24,20 @@ class Tally:
     __slots__ = ("entries", "metrics", "rows")
 
     def __init__(self) -> None:
-        self.entries: list[tuple[int, Mean, int]] = []  # slot, loss, rows
+        self.entries: list[Entry] = []
         self.metrics: list[Mapping[str, Mean]] = []
         self.rows = 0
 
     def add(self, slot: int, loss: Mean, rows: int, metrics: Mapping[str, Mean]) -> None:
-        self.entries.append((slot, loss, rows))
+        """The loss is kept detached: its graph must not outlive the backward."""
+        value, count = loss.value, loss.count
+        assert isinstance(value, torch.Tensor)
+        value = value.detach()
+        if value.ndim:
+            value = value.reshape(())
+        if isinstance(count, torch.Tensor):
+            count = count.detach()
+        self.entries.append((slot, loss.form, value, count, rows))
         self.metrics.append(metrics)
         self.rows += rows
 
@@ -37,17 +47,18 @@ class Tally:
         numbers: list[float] = []
         tensors: list[torch.Tensor] = []
         places: list[int] = []
-        for (_, loss, rows), metrics in zip(self.entries, self.metrics):
-            row: list[Any] = [total_of(loss), loss.count, rows]
+        for (_, form, value, count, rows), metrics in zip(self.entries, self.metrics):
+            row: list[Any] = [total_of(form, value, count), count, rows]
             for name in names:
-                row += [total_of(metrics[name]), metrics[name].count]
-            for value in row:
-                if isinstance(value, torch.Tensor):
+                metric = metrics[name]
+                row += [total_of(metric.form, metric.value, metric.count), metric.count]
+            for one in row:
+                if isinstance(one, torch.Tensor):
                     places.append(len(numbers))
-                    tensors.append(value.detach())
+                    tensors.append(one.detach())
                     numbers.append(0.0)
                 else:
-                    numbers.append(float(value))
+                    numbers.append(float(one))
         dtype = torch.float32 if device.type == "mps" else torch.float64
         host = torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True).view(-1, columns)
         if tensors:
@@ -59,15 +70,15 @@ class Tally:
         if slots == 1:
             return host.sum(0, keepdim=True)
         packed = torch.zeros(slots, columns, dtype=dtype, device=device)
-        for i, (slot, _, _) in enumerate(self.entries):
-            packed[slot] = host[i]
+        for i, entry in enumerate(self.entries):
+            packed[entry[0]] = host[i]
         return packed
 
     def denominator(self) -> Number:
         """The sum of this rank's loss counts; a number when all of them are."""
         total: Number = 0
-        for _, loss, _ in self.entries:
-            total = total + loss.count
+        for _, _, _, count, _ in self.entries:
+            total = total + count
         return total
 
 

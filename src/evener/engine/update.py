@@ -67,7 +67,7 @@ class Update:
         sums = self.sums
         if sums is None:
             if self.tally.entries:
-                device = self.tally.entries[0][1].value.device  # type: ignore[union-attr]
+                device = self.tally.entries[0][2].device
                 sums = self.tally.pack(self.names, 1, device)
             else:
                 sums = torch.zeros(1, 3 + 2 * len(self.names))

@@ -33,7 +33,7 @@ class Sums:
             self._tally.entries += update.tally.entries
             self._tally.metrics += update.tally.metrics
             if update.tally.entries:
-                self._device = update.tally.entries[0][1].value.device  # type: ignore[union-attr]
+                self._device = update.tally.entries[0][2].device
         if len(self._sums) + len(self._tally.entries) >= _FLUSH:
             self._flush()
 

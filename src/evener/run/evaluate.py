@@ -49,7 +49,7 @@ def evaluate(
     batch_size: int,
     group: Group,
     device: torch.device,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None,
     randomness: Randomness,
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: Any,
@@ -89,11 +89,11 @@ def evaluate(
                 for piece in portion.pieces:
                     randomness.begin_piece(-1, number)
                     number += 1
-                    with autocast():
+                    with autocast() if autocast is not None else contextlib.nullcontext():
                         output = metric_fn(model, piece.batch)
                     for name, mean in as_means(output, piece.rows).items():
                         # Kept on the device as float64 sums: read once, at the end.
-                        total, count = _wide(total_of(mean)), _wide(mean.count)
+                        total, count = _wide(total_of(mean.form, mean.value, mean.count)), _wide(mean.count)
                         totals[name] = totals[name] + total if name in totals else total
                         counts[name] = counts[name] + count if name in counts else count
     finally:

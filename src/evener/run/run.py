@@ -67,7 +67,7 @@ class Run:
         self.number = 0
         self.cursor = Cursor()
         self.total: int | None = None  # updates of the loop that runs now
-        self._portion: Portion | None = None
+        self._portions: dict[int, Portion] = {}  # of this update and the one before, whose flag lands during it
         self._closed = False
         self._output: Output | None = None
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
@@ -252,7 +252,7 @@ class Run:
         all_delivered = self.config.on_bad_sample == "raise"
         try:
             for portion in self.feed.portions(self.cursor, updates=max(0, total - self.number)):
-                self._portion = portion
+                self._portions = {self.number: portion, **dict([*self._portions.items()][:1])}
                 parts = [
                     (number, piece.rows, self._prepared(piece.batch, number))
                     for (number, _), piece in zip(self.engine.cut.numbered(portion.rows), portion.pieces)
@@ -375,9 +375,8 @@ class Run:
         if self._output is None:
             self._before.append((kind, update, fields))
             return
-        if kind in ("skip", "zero_count") and self._portion is not None:
-            # The flag is read one update later; until then the portion is still that update's.
-            fields = {"row_ids": self._portion.ids().tolist(), **fields}
+        if kind in ("skip", "zero_count"):
+            fields = {"row_ids": self._portions[update].ids().tolist(), **fields}
         self._out.folder.event(kind, update=update, rank=self.rank, **fields)
         line = _in_words(kind, update, fields)
         if line:

@@ -56,11 +56,13 @@ def norm_of(gradients: Tensors) -> torch.Tensor:
     half = gradients[0].dtype in (torch.float16, torch.bfloat16)
     # Half precision would overflow at 65504 and read as non-finite.
     norms = torch._foreach_norm(gradients, 2, torch.float32) if half else torch._foreach_norm(gradients)
-    first = norms[0]
-    if any(norm.dtype != first.dtype or norm.device != first.device for norm in norms):
-        norms = tuple(norm.to(first.device, torch.promote_types(first.dtype, torch.float32)) for norm in norms)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+    dtype = norms[0].dtype
+    for norm in norms:
+        if norm.dtype != dtype:  # parameters of several dtypes
+            norms = tuple(norm.to(torch.promote_types(dtype, torch.float32)) for norm in norms)
+            break
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def existing(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -81,7 +81,7 @@ class DP(Single):
             given = sum(batches.rows(part) for part in parts)
             if len(parts) > len(self.devices) or given != rows:
                 raise UsageError(
-                    f"scatter returned {len(parts)} parts with {given} rows; there are {len(self.devices)} devices and {rows} rows.",
+                    f"scatter returned {len(parts)} parts of {given} rows; {len(self.devices)} devices, {rows} rows.",
                     fix=["return at most one part per device, with every row exactly once"],
                 )
             return parts
