@@ -214,6 +214,6 @@ def test_an_uncaught_error_prints_its_text_and_the_users_line(tmp_path):
         "evener.Engine(model, optimizer, lambda m, b: None, device='cpu', precision='bf61')\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("evener: precision='bf61' is not known.\n  fix: precision=\"bf16\"\n")
     assert f"at {script}:4" in done.stderr

@@ -19,7 +19,8 @@ The room of this module is the bottom: it imports nothing but the standard libra
 
 from __future__ import annotations
 
-import difflib
+import atexit
+import os
 import sys
 from collections.abc import Iterable
 from types import TracebackType
@@ -124,6 +125,8 @@ class NonFiniteError(EvenerError):
 
 def nearest(word: str, allowed: Iterable[str]) -> str | None:
     """The allowed word closest to `word`, or None when nothing is close."""
+    import difflib  # only when something went wrong: it pulls in `re`
+
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
     return close[0] if close else None
 
@@ -143,12 +146,25 @@ def one_of(name: str, value: object, allowed: Iterable[str], error: type[EvenerE
 def show_errors_without_traceback() -> None:
     """From now on an uncaught EvenerError prints its own text and the caller's line, not evener's frames.
 
-    Called where a user's script first hands us work (Run, Engine). Any other exception goes to the hook that was there
-    before. Calling it twice changes nothing.
+    Called where a user's script first hands us work (Run, Engine). The process then ends with the error's own exit code.
+    Any other exception goes to the hook that was there before. Calling it twice changes nothing.
     """
     previous = sys.excepthook
     if getattr(previous, "shows_evener_errors", False):
         return
+    code: list[int] = []
+
+    def leave() -> None:
+        # Python itself ends with 1 after any uncaught exception. This handler was registered before the ones that close
+        # runs and files, so it comes after them.
+        if code:
+            if "logging" in sys.modules:
+                sys.modules["logging"].shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code[0])
+
+    atexit.register(leave)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, EvenerError):
@@ -157,6 +173,7 @@ def show_errors_without_traceback() -> None:
         where = _last_line_outside(trace)
         sys.stderr.write(f"evener: {error}\n" + (f"  at {where}\n" if where else ""))
         sys.stderr.flush()
+        code.append(error.exit_code)
 
     hook.shows_evener_errors = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -1,0 +1,106 @@
+"""What `evener run` hands to the ranks: one small JSON value behind one environment variable, EVENER_PLAN.
+
+One variable, because everything else in the environment belongs to the user or to torch. Its value is the path of a
+file on one machine, and the JSON text itself where the machines of a job share no disk.
+
+    {"version": 1, "device": "cpu" or null, "store": "<private folder>" or null, "run_id": "...", "overrides": {...}}
+
+Standard library only: the launcher writes it without torch, and a rank reads it before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from evener.errors import LaunchError
+
+VARIABLE = "EVENER_PLAN"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The launcher's decisions, as the ranks see them.
+
+    Attributes:
+        run_id: Names this job: in its log folder, its private folder and its messages.
+        device: "cpu" when the user asked for the CPU; None leaves the choice to the rank.
+        store: A folder of mode 0700 for the file store of evener's own process group, so that no socket listens for
+            it. None when the launcher made none (several machines).
+        overrides: Keywords of `Run` given on the command line; their origin is "flag".
+    """
+
+    run_id: str
+    device: str | None = None
+    store: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        values = {
+            "version": VERSION,
+            "run_id": self.run_id,
+            "device": self.device,
+            "store": self.store,
+            "overrides": dict(self.overrides),
+        }
+        return json.dumps(values)
+
+
+def read_plan(environ: Mapping[str, str] | None = None) -> LaunchPlan | None:
+    """The plan behind EVENER_PLAN (a path, or the JSON itself), or None when the process was not started by evener.
+
+    Raises LaunchError when the variable is set and cannot be used: a rank that quietly ignored its plan would train
+    something else than was asked for.
+    """
+    value = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
+    if not value:
+        return None
+    if value.startswith("{"):
+        where, text = f"{VARIABLE} itself", value
+    else:
+        where = value
+        try:
+            with open(value, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(
+                f"{VARIABLE} names a plan that cannot be read.",
+                evidence=[f"{value}: {error}"],
+                fix=[
+                    f"start the script with `evener run`, or unset {VARIABLE} (it outlives its job when it is exported)"
+                ],
+            ) from error
+    return _parse(text, where)
+
+
+def _parse(text: str, where: str) -> LaunchPlan:
+    def broken(why: str) -> LaunchError:
+        return LaunchError(
+            "The launch plan is broken.",
+            evidence=[f"{where}: {why}"],
+            fix=[f"start the script with the `evener run` of this installation, or unset {VARIABLE}"],
+        )
+
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise broken(f"not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise broken(f"a {type(values).__name__}, not an object")
+    if values.get("version") != VERSION:
+        raise broken(f"version {values.get('version')!r}, this evener reads version {VERSION}")
+    run_id, device, store = values.get("run_id"), values.get("device"), values.get("store")
+    overrides = values.get("overrides", {})
+    if not isinstance(run_id, str) or not run_id:
+        raise broken(f"run_id is {run_id!r}, not a name")
+    if device not in (None, "cpu"):
+        raise broken(f'device is {device!r}, not "cpu" or null')
+    if not (store is None or isinstance(store, str)):
+        raise broken(f"store is {store!r}, not a folder or null")
+    if not isinstance(overrides, dict):
+        raise broken(f"overrides is a {type(overrides).__name__}, not an object")
+    return LaunchPlan(run_id=run_id, device=device, store=store, overrides=overrides)

@@ -1,0 +1,10 @@
+"""What a run tells: the line before training, the console, the run directory with its events and curves.
+
+Nothing here imports torch. rich and tensorboard are imported when a bar or a curve is first drawn, on rank 0 only.
+
+    contract.py   the contract line and the learning-rate line, from plain values
+    console.py    what rank 0 shows: lines, and a bar on a terminal (bar.py draws it, text.py words it)
+    folder.py     the run directory; its writers may fail without ending a training
+    events.py     events.jsonl: the schema, the writer, the reader
+    curves.py     TensorBoard's files, or the user's own logger
+"""

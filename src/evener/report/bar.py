@@ -1,0 +1,154 @@
+"""One line at the bottom of a terminal: a bar, its numbers, and other people's output above it.
+
+rich renders the bar; the line itself is kept here. rich's own live display holds back what is printed without a line
+end, and so would mangle a tqdm bar, a prompt or a debugger in the user's loop. Here a program that prints half a line
+has the terminal to itself until the line ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+_SMALLEST, _LARGEST = 8, 40  # cells of the bar itself
+
+
+class Bar:
+    """Draws on `stream`, a terminal. Between construction and `close`, sys.stdout and sys.stderr print above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
+        self._stream = stream
+        self._rich = Console(file=stream, markup=False, highlight=False, emoji=False)
+        self._columns = self._bar_cells = 0
+        self._head = ""
+        self._line = ""
+        self._drawn = False
+        self._mid_line = False
+        self._replaced: list[tuple[str, _Above]] = []
+        for name in ("stdout", "stderr"):
+            real = getattr(sys, name)
+            if real is not None and real.isatty():  # a redirected stream goes to its file, as the user asked
+                above = _Above(self, real)
+                setattr(sys, name, above)
+                self._replaced.append((name, above))
+
+    def draw(self, counts: str, fraction: float | None, parts: Sequence[str], left: str) -> None:
+        """`update 3/10`, the bar (unless `fraction` is None), then of `left` (the time) and `parts` what fits."""
+        self._line = self._composed(counts, fraction, parts, left)
+        self.redraw()
+
+    def redraw(self) -> None:
+        if not self._mid_line:
+            self._write(f"\r{self._line}\x1b[K")
+            self._drawn = True
+
+    def erase(self) -> None:
+        if self._drawn:
+            self._write("\r\x1b[K")
+            self._drawn = False
+
+    def above(self, text: str, stream: TextIO) -> None:
+        """Write `text` to `stream` as it is, above the bar."""
+        self.erase()
+        stream.write(text)
+        if text:
+            self._mid_line = not text.endswith("\n")
+        if self._line and not self._mid_line:
+            stream.flush()
+            self.redraw()
+
+    def close(self) -> None:
+        """Take the bar away and give the streams back. What someone else put there meanwhile stays."""
+        for name, above in self._replaced:
+            above.bar = None
+            if getattr(sys, name) is above:
+                setattr(sys, name, above.real)
+        self._replaced = []
+        self.erase()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def _composed(self, counts: str, fraction: float | None, parts: Sequence[str], left: str) -> str:
+        from rich.cells import cell_len, set_cell_size
+
+        columns = columns_of(self._stream) - 1  # a full last column makes some terminals wrap
+        if columns != self._columns:
+            self._columns, self._bar_cells, self._head = columns, _LARGEST, "update "
+        percent = "" if fraction is None else f" {int(100 * fraction):3d}%"
+        for head in dict.fromkeys((self._head, "")):  # the word goes before a number does
+            room = columns - cell_len(head + counts + percent) - (0 if fraction is None else 1 + _SMALLEST)
+            shown: list[str] = []
+            for part in [left, *parts] if left else parts:
+                if cell_len(part) + 3 <= room:
+                    room -= cell_len(part) + 3
+                    shown.append(part)
+            if len(shown) == len(parts) + bool(left):
+                break
+        self._head = head  # it stays short, rather than coming and going with the width of the numbers
+        if left and left in shown:
+            shown.append(shown.pop(0))  # the time comes first in need and last in place
+        tail = percent + "".join(f" · {part}" for part in shown)
+        if fraction is None or room < 0:
+            line = head + counts + tail
+            return line if cell_len(line) <= columns else set_cell_size(line, columns)
+        self._bar_cells = min(self._bar_cells, _SMALLEST + room)  # it only ever shrinks, for the same reason
+        return f"{head}{counts} {self._rendered(fraction)}{tail}"
+
+    def _rendered(self, fraction: float) -> str:
+        from rich.progress_bar import ProgressBar
+
+        bar = ProgressBar(
+            total=1.0,
+            completed=fraction,
+            width=self._bar_cells,
+            style="grey35",
+            complete_style="cyan",
+            finished_style="cyan",
+        )
+        with self._rich.capture() as drawn:
+            self._rich.print(bar, end="")
+        return drawn.get()
+
+
+class _Above:
+    """A text stream that prints above a bar; otherwise, and after the bar is gone, the real one."""
+
+    def __init__(self, bar: Bar, real: TextIO) -> None:
+        self.bar: Bar | None = bar
+        self.real = real
+
+    def write(self, text: str) -> int:
+        if self.bar is None:
+            return self.real.write(text)
+        self.bar.above(text, self.real)
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def columns_of(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def can_draw(stream: TextIO) -> bool:
+    """Whether a line can be redrawn there: a terminal that knows how, in an encoding that has the characters."""
+    try:
+        terminal = stream.isatty()
+    except ValueError:  # closed
+        return False
+    encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
+    return terminal and encoding == "utf8" and os.name == "posix" and os.environ.get("TERM", "dumb") not in ("dumb", "")

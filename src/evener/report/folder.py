@@ -1,0 +1,174 @@
+"""The run directory: config.json, events.jsonl, the curves. One per run, made by rank 0, never one run into another's.
+
+What cannot be made at the start ends the run with one clear error, before anything was computed. What fails later
+(a full disk in the night) is said once, counted, and never ends a training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from evener.errors import EvenerError, UsageError
+from evener.report.events import Events
+from evener.report.text import clean, format_count
+
+
+class RunFolder:
+    """The directory of one run. On ranks that are not `active` it is the same object and writes nothing.
+
+    Args:
+        dir: The directory, parents included, as given by the user; None makes `runs/<script>` or its next free
+            `runs/<script>-2`. A given directory that holds the events of an earlier run stays as it is: this run gets
+            the next free `<dir>-2`, and says so.
+        active: True on rank 0.
+        say: Prints one line for the user.
+
+    Attributes:
+        path: The directory; None where not active.
+        failures: What could not be written since the start, by name: `{"events.jsonl": 12}`.
+    """
+
+    def __init__(
+        self, dir: str | os.PathLike[str] | None, *, active: bool = True, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.active = active
+        self.path: Path | None = None
+        self.failures: dict[str, int] = {}
+        self._say = say
+        self._events: Events | None = None
+        if not active:
+            return
+        wanted = Path("runs") / script_name() if dir is None else _named(Path(dir))
+        try:
+            self.path = _claim(wanted, fresh=dir is None)
+            self._events = Events(self.path / "events.jsonl")
+        except OSError as error:
+            raise _cannot_start(wanted, error) from None
+        if dir is not None and self.path != wanted:
+            say(f"{clean(wanted)} holds an earlier run: this one goes to {clean(self.path)}")
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """config.json, whole or not at all. EvenerError when it cannot be written: this is still the start."""
+        if self.path is None:
+            return
+        try:
+            write_json(self.path / "config.json", config)
+        except OSError as error:
+            raise _cannot_start(self.path, error) from None
+
+    def event(self, kind: str, *, update: int | None = None, rank: int = 0, **fields: Any) -> None:
+        """One line of events.jsonl (see `events.KINDS`). A disk that refuses it is reported once, and counted."""
+        if self._events is None:
+            return
+        try:
+            self._events.write(kind, update=update, rank=rank, **fields)
+        except OSError as error:
+            self.failed("events.jsonl", error)
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """Count a failure of a writer; the first of each is said."""
+        self.failures[what] = self.failures.get(what, 0) + 1
+        if self.failures[what] == 1:
+            reason = (
+                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            )
+            self._say(f"warning: {what} could not be written ({clean(reason)}); the training goes on without it")
+
+    def say(self, line: str) -> None:
+        self._say(line)
+
+    def close(self) -> None:
+        """Close the files; say how much is missing when something is. A second call does nothing."""
+        if self._events is None:
+            return
+        self._events.close()
+        self._events = None
+        for what, times in self.failures.items():
+            if times > 1:
+                self._say(f"warning: {what} could not be written {format_count(times)} times")
+
+
+def script_name() -> str:
+    """The name of the running script without `.py`; "notebook" and "run" where there is none."""
+    argument = Path(sys.argv[0] if sys.argv else "")
+    if argument.name.startswith(("ipykernel", "colab_kernel")) or "ipykernel" in argument.parts:
+        return "notebook"
+    if argument.name == "__main__.py":
+        return argument.absolute().parent.name or "run"
+    return "run" if argument.name in ("", "-c", "-m", "-") else argument.stem
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file so that a reader, or the next start after a power cut, sees the old or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="ascii") as file:
+            json.dump(value, file, indent=2, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    with contextlib.suppress(OSError):  # some file systems cannot sync a directory; the file itself is safe
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _named(path: Path) -> Path:
+    """`path` with a last part that a `-2` can be put behind: "." and ".." are named, "~" is the home directory."""
+    path = path.expanduser()
+    path = Path(os.path.abspath(path)) if path.name in ("", "..") else path
+    if not path.name:
+        raise UsageError(f"dir={str(path)!r} is the root of the file system.", fix=['dir="runs/digits"'])
+    return path
+
+
+def _claim(wanted: Path, fresh: bool) -> Path:
+    """Make `wanted`, or the first of its `-2`, `-3`, ... that no run has; return it.
+
+    A run owns the directory whose events.jsonl it created: the kernel lets one process create it, so that two runs
+    started in the same moment do not share a directory. With `fresh`, a directory that was there is never used.
+    """
+    for number in itertools.count(1):
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            path.mkdir(parents=True, exist_ok=not fresh)
+        except FileExistsError:
+            if number == 1 and not fresh:
+                raise UsageError(f"dir={str(path)!r} is a file.", fix=["name a directory that may be made"]) from None
+            continue
+        try:
+            os.close(os.open(path / "events.jsonl", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("itertools.count ends")
+
+
+def _cannot_start(path: Path, error: OSError) -> EvenerError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "free some space, or give dir= on another disk"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = "give dir= a directory that you may write to"
+    else:
+        fix = "give dir= a directory that can be made"
+    reason = clean(error.strerror or error)
+    return EvenerError(
+        f"The run directory {clean(path)} cannot be written.",
+        evidence=[f"{reason}: {clean(error.filename)}" if error.filename else reason],
+        fix=[fix],
+    )
