@@ -75,7 +75,7 @@ def one_update(exact):
     cut = Cut(evener.rank(), evener.world_size(), None, SLICE)
     x, y = mlp_rows(ROWS)
     parts = [(i, b - a, (x[a:b], y[a:b])) for i, (a, b) in cut.numbered(ROWS)]
-    engine._backward(parts, ROWS)
+    engine._backward(engine.targets[""], None, parts, ROWS)
     engine._unscale()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     engine.apply()

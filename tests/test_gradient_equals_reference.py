@@ -175,7 +175,7 @@ def test_dp_custom_scatter(ranks):
         model, torch.optim.SGD(model.parameters(), lr=0.0), make_loss("rows"), device="cpu", precision="fp32",
         strategy="dp", scatter=custom_scatter,
     )  # fmt: skip
-    engine.spread.devices = engine.spread.devices * 2
+    engine.targets[""].spread.devices = engine.targets[""].spread.devices * 2
     x, y = mlp_rows(8, dtype=torch.float64)
     engine.backward((x, y, weights(8)))
     for name, parameter in model.named_parameters():

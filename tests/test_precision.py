@@ -161,12 +161,12 @@ def test_scaler_settings_are_passed_owned_saved_and_restored():
     scales = [engine.step(mlp_rows(8, seed=i)).scale for i in range(4)]
     assert scales == [8.0, 8.0, 32.0, 32.0]
     state = engine.state_dict()
-    assert state["scaler"]["scale"] == 128.0 and state["scaler"]["growth_interval"] == 2
+    assert state["targets"][""]["scaler"]["scale"] == 128.0 and state["targets"][""]["scaler"]["growth_interval"] == 2
     other = engine_of(make("mlp"), "fp16")
     other.load_state_dict(state)
     assert other.step(mlp_rows(8)).scale == 128.0
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=7)
-    assert engine_of(make("mlp"), "fp16", scaler=theirs).loss_scale.state_dict()["growth_interval"] == 7
+    assert engine_of(make("mlp"), "fp16", scaler=theirs).targets[""].loss_scale.state_dict()["growth_interval"] == 7
 
 
 @pytest.mark.parametrize(
@@ -238,4 +238,4 @@ def test_token_losses_do_not_overflow_half_precision():
 
     engine = engine_of(model, "fp16", loss_fn=summed)
     update = engine.step(mlp_rows(100))
-    assert engine.provisional == 2.0**17 and not update.skipped
+    assert engine.targets[""].provisional == 2.0**17 and not update.skipped

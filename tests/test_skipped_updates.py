@@ -30,7 +30,7 @@ def snapshot(engine):
     state = engine.state_dict()
     return {k: v.clone() for k, v in state["model"].items()}, [
         value.clone() if isinstance(value, torch.Tensor) else value
-        for one in state["optimizer"]["state"].values()
+        for one in state["targets"][""]["optimizer"]["state"].values()
         for value in one.values()
     ]
 
@@ -58,7 +58,7 @@ def poisoned_on_last_rank(kind, value):
     good = engine.step(mlp_rows(6, seed=5))
     engine.settle()
     engine.close()
-    return update.skipped, same(before, after), good.skipped, engine.flags.skipped, [e[:2] for e in events]
+    return update.skipped, same(before, after), good.skipped, engine.targets[""].flags.skipped, [e[:2] for e in events]
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
@@ -87,7 +87,7 @@ def zero_tokens(precision):
     lr = engine.step((tokens, labels)).lr
     engine.settle()
     engine.close()
-    return result, lr, [e[:2] for e in events], engine.loss_scale and engine.loss_scale.state_dict()["scale"]
+    return result, lr, [e[:2] for e in events], engine.targets[""].loss_scale and engine.targets[""].loss_scale.state_dict()["scale"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

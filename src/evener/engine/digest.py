@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from evener.dist import Group, comm
+from evener.dist import comm
 from evener.errors import CollectiveError
 
 
-def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> str:
+def digest_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """Parameters, buffers, then optimizer state by parameter name. Collective: ranks compare their digests.
 
     Raises:
@@ -21,9 +22,10 @@ def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: G
     named = dict(model.named_parameters())
     for name, tensor in sorted({**named, **dict(model.named_buffers())}.items()):
         _add(total, name, tensor)
-    for name, parameter in sorted(named.items()):
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            _add(total, f"{name}/{key}", value)
+    for optimizer in optimizers:
+        for name, parameter in sorted(named.items()):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                _add(total, f"{name}/{key}", value)
     mine = total.hexdigest()
     every = comm.all_gather(mine)
     if any(one != every[0] for one in every):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +46,34 @@ def check_model(model: object) -> torch.nn.Module:
             fix=["run one batch through the model before making the optimizer"],
         )
     return model
+
+
+def by_name(what: str, given: Any) -> dict[str, Any]:
+    """{name: value}; a single value gets the empty name."""
+    if not isinstance(given, Mapping):
+        return {"": given}
+    if not given or not all(isinstance(name, str) and name and "." not in name for name in given):
+        raise UsageError(
+            f"{what}s are given as {{name: {what}}}, with names that are not empty and have no dot.",
+            evidence=[f"names: {list(given)!r}"],
+            fix=['{"g": generator, "d": discriminator}'],
+        )
+    return dict(given)
+
+
+def for_target(keyword: str, value: Any, name: str, names: Sequence[str]) -> Any:
+    """The value of a keyword that may be given once for all optimizers, or as {optimizer's name: value}."""
+    if len(names) == 1 or not isinstance(value, Mapping) or not set(value) & set(names):
+        if len(names) > 1 and keyword == "scheduler" and value is not None and not isinstance(value, Mapping):
+            raise UsageError(
+                f"there are {len(names)} optimizers: a schedule drives one of them.",
+                fix=[f'scheduler={{"{names[0]}": ...}}'],
+            )
+        return value
+    unknown = set(value) - set(names)
+    if unknown:
+        one_of(f"{keyword}'s optimizer", sorted(unknown)[0], names)
+    return value.get(name)
 
 
 def choose_strategy(asked: str, world_size: int) -> str:

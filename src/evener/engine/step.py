@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,30 +31,42 @@ from evener.dist import Group, comm
 from evener.dist import device as devices
 from evener.engine.buffers import Buffers
 from evener.engine.digest import digest_of
+from evener.engine.ema import Ema
 from evener.engine.flags import Flags
-from evener.engine.mean import Mean
-from evener.engine.optim import check_parameters, prepare
+from evener.engine.optim import check_parameters
 from evener.engine.pins import Pins
 from evener.engine.precision import Precision, cast_parameters, decide
 from evener.engine.randomness import Randomness
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
-from evener.engine.setup import check_model, choose_strategy, decide_batch, freeze_batchnorm, has_batchnorm
+from evener.engine.setup import (
+    by_name,
+    check_model,
+    choose_strategy,
+    decide_batch,
+    for_target,
+    freeze_batchnorm,
+    has_batchnorm,
+)
 from evener.engine.spread import existing
 from evener.engine.spread.choose import make_spread
 from evener.engine.tally import Tally, as_loss, refuse_names
+from evener.engine.target import LossFn, Target
 from evener.engine.update import Update
-from evener.errors import BatchSizeError, LossError, UsageError, one_of, show_errors_without_traceback
+from evener.errors import BatchSizeError, UsageError, one_of, show_errors_without_traceback
 
 Part = tuple[int, int, Any]  # slice or microbatch number, rows, batch
 Report = Callable[[str, int, dict[str, Any]], None]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+Models = torch.nn.Module | Mapping[str, torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
 @dataclass(slots=True)
 class _Open:
     """An update between its backward and its apply."""
 
+    target: Target
     tally: Tally
     sums: torch.Tensor | None
     gradients: list[torch.Tensor]
@@ -73,13 +84,16 @@ class Engine:
     reduced over ranks, unscaled and not yet clipped.
 
     Args:
-        model: A plain module; moved to `device`, never wrapped.
-        optimizer: Over the model's parameters. SGD, Adam, AdamW and Adagrad are switched to their fused kernels where
-            the choice was left to torch, because those skip an update on the device.
+        model: A plain module, or {name: module}; moved to `device`, never wrapped. loss_fn gets what was passed here.
+        optimizer: Over the model's parameters, or {name: optimizer}; then `step(batch, optimizer=name)` trains one of
+            them and leaves the others' `.grad` alone. SGD, Adam, AdamW and Adagrad are switched to their fused kernels
+            where the choice was left to torch, because those skip an update on the device.
         loss_fn: `loss_fn(model, batch)` returns a scalar (the mean over its rows), a `Mean`, or (either, {name: Mean}).
+            None where every step gets its own.
         device: None for `evener.device()`.
         precision, strategy, exact, coupled, slice_size, microbatch_size, seed, scheduler, schedule_by, max_grad_norm,
-            before_step, on_nonfinite, scaler, batchnorm, compile, split, loss_is: as for `Run`.
+            before_step, on_nonfinite, scaler, batchnorm, ema, compile, split, loss_is: as for `Run`. With several
+            optimizers scheduler, max_grad_norm and scaler may be given by name.
         global_batch_size: Only for the default slice size; the batches passed to `step` decide.
         group: A `Group` to use instead of making one.
         report: Called as report(kind, update number, fields) for what a log should know: skipped updates, parameters
@@ -91,9 +105,9 @@ class Engine:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Any],
+        model: Models,
+        optimizer: Optimizers,
+        loss_fn: LossFn | None = None,
         *,
         device: str | int | torch.device | None = None,
         precision: Any = "auto",
@@ -106,11 +120,12 @@ class Engine:
         seed: int = 0,
         scheduler: Any = None,
         schedule_by: str = "update",
-        max_grad_norm: float | None = None,
-        before_step: Callable[[torch.nn.Module], object] | None = None,
+        max_grad_norm: Any = None,
+        before_step: Callable[[Any], object] | None = None,
         on_nonfinite: str = "skip",
         scaler: Any = None,
         batchnorm: str = "slice",
+        ema: float | None = None,
         compile: bool = False,
         split: batches.Split | None = None,
         loss_is: str | None = None,
@@ -122,21 +137,22 @@ class Engine:
         timeout: float = 600.0,
     ) -> None:
         show_errors_without_traceback()
-        self.model = check_model(model)
+        models, optimizers = by_name("model", model), by_name("optimizer", optimizer)
+        for one in models.values():
+            check_model(one)
+        self.given = model if isinstance(model, torch.nn.Module) else models  # what loss_fn sees
+        # One module that holds all of them: for names, buffers, state and digest.
+        self.model = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleDict(models)
         self.loss_fn = loss_fn
         self.device = devices.device(device)
         self.precision: Precision = decide(precision, self.device)
-        self.parameters = check_parameters(model, optimizer)
-        self.optimizer = optimizer
+        self.report: Report = report or _warn
+        parameters = {name: check_parameters(self.model, one) for name, one in optimizers.items()}
         if loss_is is not None:
             one_of("loss_is", loss_is, ["row mean"])
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise UsageError(
-                f"max_grad_norm={max_grad_norm!r} must be larger than 0.", fix=["max_grad_norm=None: no clip"]
-            )
         one_of("batchnorm", batchnorm, ["slice", "frozen"])
         if batchnorm == "frozen":
-            freeze_batchnorm(model)
+            freeze_batchnorm(self.model)
         self.group = group if group is not None else Group(self.device, timeout=timeout)
         self.owns_group = group is None
         rank, world = self.group.rank, self.group.world_size
@@ -148,90 +164,121 @@ class Engine:
             slice_size=slice_size,
             exact=exact,
             coupled=coupled,
-            batchnorm=has_batchnorm(model),
+            batchnorm=has_batchnorm(self.model),
             rank=rank,
             world_size=world,
         )
         self.cut = self.batch.cut
-        self.split, self.loss_is = split, loss_is
-        self.max_grad_norm, self.before_step = max_grad_norm, before_step
+        self.split, self.before_step = split, before_step
         self.notes: list[str] = [self.precision.because] if self.precision.because else []
 
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.pins = Pins(exact=exact, tf32=self.precision.name == "tf32", device=self.device)
-        self.model.to(self.device)
-        _move_state(optimizer, self.device)
-        self.master = next(p.dtype for p in self.parameters)
-        if self.precision.param is not None:
-            kept = cast_parameters(model, self.precision.param)
-            self.model.register_forward_pre_hook(_cast_input(self.precision.param), with_kwargs=True)
-            if kept:
-                self.notes.append(f"kept in fp32: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}")
-        if self.precision.output is not None:
-            self.model.register_forward_hook(_cast_output(self.precision.output))
-        if compile:
-            self.model.compile()
-        self.skips_on_device = prepare(optimizer, exact=exact)
+        self.master = next(iter(parameters.values()))[0].dtype
+        self._place(models, optimizers, compile)
         if world > 1:
             with self.group.call("the constructor of Run or Engine"):
-                for tensor in (*model.parameters(), *model.buffers()):
+                for tensor in (*self.model.parameters(), *self.model.buffers()):
                     torch.distributed.broadcast(tensor.detach(), 0)
-        self.spread = make_spread(
-            self.strategy,
-            self.parameters,
-            loss_fn,
-            batch=self.batch,
-            rank=rank,
-            world_size=world,
-            reduce_dtype=self.precision.reduce,
-            device=self.device,
-            device_ids=device_ids,
-            output_device=output_device,
-            scatter=scatter,
-            notes=self.notes,
-        )
-        self.loss_scale = LossScale(scaler, self.device) if self.precision.scaler else None
-        if scaler is not None and self.loss_scale is None:
+        if scaler is not None and not self.precision.scaler:
             raise UsageError(
                 f"scaler= was given, but precision {self.precision.name} needs no loss scale.",
                 fix=['precision="fp16"', "or leave scaler out"],
             )
-        self.schedule = Schedule(scheduler, optimizer, schedule_by)
+        self.targets: dict[str, Target] = {}
+        names = list(optimizers)
+        for name, one in optimizers.items():
+            norm = for_target("max_grad_norm", max_grad_norm, name, names)
+            if norm is not None and not norm > 0:
+                raise UsageError(f"max_grad_norm={norm!r} must be larger than 0.", fix=["max_grad_norm=None: no clip"])
+            spread = make_spread(
+                self.strategy,
+                parameters[name],
+                batch=self.batch,
+                rank=rank,
+                world_size=world,
+                reduce_dtype=self.precision.reduce,
+                device=self.device,
+                device_ids=device_ids,
+                output_device=output_device,
+                scatter=scatter,
+                notes=self.notes,
+            )
+            settings = for_target("scaler", scaler, name, names)
+            self.targets[name] = Target(
+                name,
+                one,
+                parameters[name],
+                spread,
+                loss_scale=LossScale(settings, self.device) if self.precision.scaler else None,
+                schedule=Schedule(for_target("scheduler", scheduler, name, names), one, schedule_by),
+                flags=Flags(self.device, on_nonfinite, self.report),
+                max_grad_norm=norm,
+                exact=exact,
+                loss_is=loss_is,
+            )
+            if len(names) > 1:
+                self.targets[name].inputs = parameters[name]
         self.randomness = Randomness(seed, self.device, rank=rank, per_slice=self.cut.slice_size is not None)
-        self.buffers = Buffers(model, world_size=world, agree=self._union)
-        self.flags = Flags(self.device, on_nonfinite, report or _warn)
-        self.report: Report = report or _warn
+        self.buffers = Buffers(self.model, world_size=world, agree=_union)
+        self.ema = Ema(self.model, ema) if ema is not None else None
         self.autocast: Autocast | None = None
         if self.precision.compute is not None:
             self.autocast = functools.partial(torch.autocast, self.device.type, dtype=self.precision.compute)
-
         self.number = 0
-        self.names: tuple[str, ...] | None = None  # metric names, agreed in the first update
-        self.scalar: bool | None = None
-        self.provisional = 1.0  # P, a power of two; matters only where the exponent range is small
-        self.ignored_labels = False
-        self._constants: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._named_unused = False
         self._open: _Open | None = None
         self._began = time.perf_counter()
+
+    def _place(self, models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Any], compile: bool) -> None:
+        """Device and dtypes of the models; parameter objects stay the same, so the optimizers keep holding them."""
+        self.model.to(self.device)
+        for optimizer in optimizers.values():
+            _move_state(optimizer, self.device)
+        if self.precision.param is not None:
+            kept = cast_parameters(self.model, self.precision.param)
+            if kept:
+                self.notes.append(f"kept in fp32: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}")
+        for model in models.values():
+            if self.precision.param is not None:
+                model.register_forward_pre_hook(_cast_input(self.precision.param), with_kwargs=True)
+            if self.precision.output is not None:
+                model.register_forward_hook(_cast_output(self.precision.output))
+            if compile:
+                model.compile()
 
     # ------------------------------------------------------------------------------------------------ public
 
     @property
-    def scheduler(self) -> Any:
-        return self.schedule.scheduler
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, where there is one."""
+        return self._target(None).optimizer
 
-    def step(self, batch: Any) -> Update:
-        """One update from this rank's rows. Collective; reads nothing from the device in the proven state."""
+    @property
+    def scheduler(self) -> Any:
+        """The schedule, where there is one optimizer; else {name: schedule}."""
+        if len(self.targets) > 1:
+            return {name: target.schedule.scheduler for name, target in self.targets.items()}
+        return self._target(None).schedule.scheduler
+
+    def step(self, batch: Any, loss_fn: LossFn | None = None, *, optimizer: str | None = None) -> Update:
+        """One update from this rank's rows. Collective; reads nothing from the device in the proven state.
+
+        Args:
+            loss_fn: Instead of the engine's own.
+            optimizer: Which one, where there are several.
+        """
         parts, rows = self._parts(batch)
-        self._backward(parts, rows)
+        self._backward(self._target(optimizer), loss_fn, parts, rows)
         return self._apply(fold=self.before_step is None)
 
-    def backward(self, batch: Any) -> None:
-        """Forward, backward and reduction: afterwards `.grad` is final, unscaled and not yet clipped. Collective."""
+    def backward(self, batch: Any, loss_fn: LossFn | None = None, *, optimizer: str | None = None) -> None:
+        """Forward, backward and reduction: afterwards `.grad` is final, unscaled and not yet clipped. Collective.
+
+        Called again before `apply` it starts over from the same randomness (sharpness-aware minimisation).
+        """
         parts, rows = self._parts(batch)
-        self._backward(parts, rows)
+        self._backward(self._target(optimizer), loss_fn, parts, rows)
         self._unscale()
 
     def apply(self) -> Update:
@@ -240,69 +287,96 @@ class Engine:
             raise UsageError("apply() without a backward(batch) before it.", fix=["engine.backward(batch)"])
         return self._apply(fold=False)
 
-    def step_parts(self, parts: Sequence[Part], rows: int, *, all_delivered: bool = True) -> Update:
+    def step_parts(
+        self,
+        parts: Sequence[Part],
+        rows: int,
+        *,
+        all_delivered: bool = True,
+        loss_fn: LossFn | None = None,
+        optimizer: str | None = None,
+    ) -> Update:
         """As `step`, for rows that `self.cut` has cut: (number, rows, batch) each. `rows`: of the whole global batch.
 
         all_delivered: False where rows may be missing (bad rows skipped), on any rank: then they are counted.
         """
-        self._backward(parts, rows, all_delivered)
+        self._backward(self._target(optimizer), loss_fn, parts, rows, all_delivered)
         return self._apply(fold=self.before_step is None)
 
     def digest(self) -> str:
         """sha256 over parameters, buffers and optimizer state in name order. Collective; reads everything."""
         self.settle()
         with self.group.call("digest"):
-            return digest_of(self.model, self.optimizer, self.group)
+            return digest_of(self.model, [target.optimizer for target in self.targets.values()])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next update depends on, apart from the data. Tensors are clones. Waits for the device."""
         self.settle()
         return {
             "model": {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
-            "optimizer": _clone(self.optimizer.state_dict()),
-            "schedule": self.schedule.state_dict(),
-            "scaler": self.loss_scale.state_dict() if self.loss_scale else None,
+            "ema": self.ema.state_dict() if self.ema is not None else None,
+            "targets": {name: target.state_dict() for name, target in self.targets.items()},
             "number": self.number,
-            "provisional": self.provisional,
-            "flags": self.flags.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Called on all ranks with the same state; no communication.
 
         Raises:
-            UsageError: the state belongs to another precision or has parts that this engine lacks.
+            UsageError: the state belongs to another precision, to other optimizers, or has parts this engine lacks.
         """
-        if (state["scaler"] is None) != (self.loss_scale is None):
+        if set(state["targets"]) != set(self.targets):
             raise UsageError(
-                "the state has a loss scale and this engine none, or the reverse: another precision.",
-                fix=["construct the engine with the precision that the state was saved with"],
+                f"the state is of the optimizers {sorted(state['targets'])}, this engine has {sorted(self.targets)}.",
+                fix=["construct the engine with the same optimizers"],
+            )
+        if (state["ema"] is None) != (self.ema is None):
+            raise UsageError(
+                "the state has an average of the weights (ema) and this engine none, or the reverse.",
+                fix=["construct the engine with the same ema="],
             )
         self.model.load_state_dict(state["model"])
-        # load_state_dict keeps the tensors it is given: a later step would change the caller's copy.
-        self.optimizer.load_state_dict(_clone(state["optimizer"]))
-        self.skips_on_device = prepare(self.optimizer, exact=self.batch.exact)
-        self.schedule.load_state_dict(state["schedule"])
-        if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(state["scaler"])
-        self.number, self.provisional = state["number"], state["provisional"]
-        self.flags.load_state_dict(state["flags"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        for name, target in self.targets.items():
+            target.load_state_dict(state["targets"][name])
+        self.number = state["number"]
 
     def settle(self) -> None:
-        """Read the last update's flag and make its schedule step. Waits for the device; no communication."""
-        skipped = self.flags.land()
-        if skipped is not None:
-            self.schedule.after_update(skipped)
+        """Read the last updates' flags and make their schedule steps. Waits for the device; no communication."""
+        for target in self.targets.values():
+            target.settle()
+
+    @property
+    def watches_labels(self) -> bool:
+        """Whether some loss is, or may turn out to be, a plain scalar that must not meet labels of -100."""
+        return any(target.scalar is not False and target.loss_is is None for target in self.targets.values())
+
+    def note_ignored_labels(self) -> None:
+        """A batch's `labels` hold -100: refused for targets whose loss is a plain scalar."""
+        for target in self.targets.values():
+            target.note_ignored_labels()
 
     def close(self) -> None:
         """Undo what the constructor set outside the engine: hooks, pinned settings, a process group of its own."""
-        self.settle()
-        close = getattr(self.spread, "close", None)
-        if close is not None:
-            close()
-        self.pins.close()
-        if self.owns_group:
-            self.group.close()
+        try:
+            self.settle()
+        finally:
+            for target in self.targets.values():
+                target.spread.close()
+            self.pins.close()
+            if self.owns_group:
+                self.group.close()
+
+    def _target(self, name: str | None) -> Target:
+        if name is None:
+            if len(self.targets) > 1:
+                raise UsageError(
+                    f"there are {len(self.targets)} optimizers: {', '.join(self.targets)}.",
+                    fix=[f'optimizer="{next(iter(self.targets))}"'],
+                )
+            return next(iter(self.targets.values()))
+        return self.targets[one_of("optimizer", name, self.targets)]
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -344,113 +418,95 @@ class Engine:
             for i, (start, stop) in enumerate(pieces)
         ], total
 
-    def _backward(self, parts: Sequence[Part], nominal: int | None, all_delivered: bool = True) -> None:
-        spread, buffers, randomness, autocast = self.spread, self.buffers, self.randomness, self.autocast
+    def _backward(
+        self,
+        target: Target,
+        loss_fn: LossFn | None,
+        parts: Sequence[Part],
+        nominal: int | None,
+        all_delivered: bool = True,
+    ) -> None:
+        if loss_fn is None:
+            loss_fn = self.loss_fn
+            if loss_fn is None:
+                raise UsageError("there is no loss_fn.", fix=["step(batch, loss_fn)", "or give one to the constructor"])
+        states = self.randomness.save()
+        try:
+            self._open = self._pieces(target, loss_fn, parts, nominal, all_delivered)
+        finally:
+            # Also when loss_fn raises: a user's own draws go on as if nothing had been computed.
+            self.randomness.restore(states)
+        if not target.named_unused:
+            self._name_unused(target, self._open.gradients)
+
+    def _pieces(
+        self, target: Target, loss_fn: LossFn, parts: Sequence[Part], nominal: int | None, all_delivered: bool
+    ) -> _Open:
+        spread, buffers, randomness, autocast = target.spread, self.buffers, self.randomness, self.autocast
         tally = Tally()
         waiting: Callable[[], None] | None = None
         sums: torch.Tensor | None = None
-        distributed = self.group.world_size > 1
         rows = nominal if all_delivered else None
         slots = spread.slots(nominal or 1)
         # In exact mode the division comes last, one factor for every element alike.
-        known = rows if not self.batch.exact else None
+        known = None if self.batch.exact else rows
         spread.begin(nominal or 1)
-        buffers.begin()
-        states = randomness.save()
+        if buffers.slots:
+            buffers.begin()
         last = len(parts) - 1
         for i, (number, count, batch) in enumerate(parts):
             randomness.begin_piece(self.number, number)
             if autocast is None:
-                output = spread.forward(self.model, batch, count)
+                output = spread.forward(loss_fn, self.given, batch, count)
             else:
                 with autocast():
-                    output = spread.forward(self.model, batch, count)
+                    output = spread.forward(loss_fn, self.given, batch, count)
             loss, scalar, metrics = as_loss(output, count)
-            if self.scalar is not scalar:
-                self._learn_kind(scalar, batch)
+            if target.scalar is not scalar:
+                target.learn_kind(scalar, batch)
             tally.add(number if slots > 1 else 0, loss, count, metrics)
-            if self.names is None:
-                self._agree(tally, nominal, sum(part[1] for part in parts))
-            elif self.names != (tuple(metrics) if len(metrics) < 2 else tuple(sorted(metrics))):
-                refuse_names(self.names, metrics)
+            if target.names is None:
+                target.agree(tally, nominal, sum(part[1] for part in parts))
+            elif target.names != (tuple(metrics) if len(metrics) < 2 else tuple(sorted(metrics))):
+                refuse_names(target.names, metrics)
             if buffers.slots:
                 buffers.after_forward(number, count)
-            if i == last and distributed:
-                sums, waiting = self._send(tally, slots)
+            if i == last and self.distributed:
+                sums, waiting = self._send(target, tally, slots)
             spread.before_backward(i == last)
             value = loss.value
             assert isinstance(value, torch.Tensor)
             if value.dtype in (torch.float16, torch.bfloat16):
                 value = value.float()  # weights beyond 65504, or with more than 8 bits, must not be rounded
-            torch.autograd.backward(value, self._weight(loss, scalar, count, known, value))
+            torch.autograd.backward(value, target.weight(loss, count, known, value), inputs=target.inputs)
             spread.after_backward(number)
             if buffers.slots:
                 buffers.after_backward()
-        if not parts and distributed:
-            if self.names is None:
-                self._agree(tally, nominal, 0)
-            sums, waiting = self._send(tally, slots)
-        randomness.restore(states)
+        if not parts and self.distributed:
+            if target.names is None:
+                target.agree(tally, nominal, 0)
+            sums, waiting = self._send(target, tally, slots)
         gradients = spread.finish()
         if waiting is not None:
             waiting()
-        if not distributed and slots > 1 and parts:
-            sums = tally.pack(self.names or (), slots, self.device)
+        if not self.distributed and slots > 1 and parts:
+            sums = tally.pack(target.names or (), slots, self.device)
         if buffers.slots:
             total = rows if rows is not None else round(float(sums[:, 2].sum())) if sums is not None else tally.rows
             buffers.finish(spread, total, nominal or total)
-        if not self._named_unused:
-            self._name_unused(gradients)
-        self._open = _Open(tally, sums, gradients, rows, len(parts))
+        return _Open(target, tally, sums, gradients, rows, len(parts))
 
-    def _send(self, tally: Tally, slots: int) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _send(self, target: Target, tally: Tally, slots: int) -> tuple[torch.Tensor, Callable[[], None]]:
         """Losses, counts and metrics are known after the last forward: their sum travels during the backward."""
-        assert self.names is not None
-        sums = tally.pack(self.names, slots, self.device)
-        return sums, self.spread.sum_(sums, overlap=True)
-
-    def _weight(self, loss: Mean, scalar: bool, count: int, known: int | None, value: torch.Tensor) -> torch.Tensor:
-        """The gradient that the backward of a piece starts from: its weight, times the loss scale."""
-        weight: Any
-        if scalar:
-            weight = count / known if known else count / self.provisional
-        elif loss.form == "total":
-            weight = 1.0 / self.provisional
-        else:
-            weight = loss.count / self.provisional
-        start = weight.to(value.dtype) if isinstance(weight, torch.Tensor) else self._constant(weight, value.dtype)
-        if self.loss_scale is not None:
-            start = (start * self.loss_scale.scale).to(value.dtype)
-        return start if value.ndim == 0 else start.expand(value.shape)
-
-    def _correction(self, tally: Tally, sums: torch.Tensor | None, rows: int | None) -> Any:
-        """What reduced gradients are still to be multiplied with, apart from the loss scale: P / N, or 1."""
-        if self.scalar and rows and not self.batch.exact:
-            return 1.0
-        denominator: Any = tally.denominator() if sums is None else sums[:, 1].sum()
-        if self.batch.exact and self.scalar and rows:
-            denominator = rows  # the same number without a trip to the device
-        if isinstance(denominator, torch.Tensor):
-            return self.provisional / denominator
-        return self.provisional / denominator if denominator else math.nan
-
-    def _factor(self, correction: Any) -> torch.Tensor | None:
-        """correction / loss scale as one tensor; None for exactly 1."""
-        if self.loss_scale is not None:
-            inverse = self.loss_scale.scale.reciprocal()
-            return inverse if isinstance(correction, float) and correction == 1.0 else inverse * correction
-        if isinstance(correction, torch.Tensor):
-            return correction
-        if correction == 1.0:
-            return None
-        # Rounded once to the gradients' own precision.
-        return self._constant(correction, torch.float64 if self.master == torch.float64 else torch.float32)
+        assert target.names is not None
+        sums = tally.pack(target.names, slots, self.device)
+        return sums, target.spread.sum_(sums, overlap=True)
 
     def _unscale(self) -> None:
         """Make `.grad` final: multiply by what is still owed, so that hooks and users see the gradient itself."""
         done = self._open
         assert done is not None
-        factor = self._factor(self._correction(done.tally, done.sums, done.rows))
+        factor = done.target.factor(done.tally, done.sums, done.rows)
         if factor is not None and done.gradients:
             torch._foreach_mul_(done.gradients, factor)
         done.unscaled = True
@@ -458,54 +514,51 @@ class Engine:
     def _apply(self, *, fold: bool) -> Update:
         done = self._open
         assert done is not None
-        tally, sums, rows, gradients = done.tally, done.sums, done.rows, done.gradients
+        target, tally, sums, rows, gradients = done.target, done.tally, done.sums, done.rows, done.gradients
         factor = None
         if fold:
-            factor = self._factor(self._correction(tally, sums, rows))
+            factor = target.factor(tally, sums, rows)
         else:
             if not done.unscaled:
                 self._unscale()
             if self.before_step is not None:
-                self.before_step(self.model)
-            gradients = existing(self.parameters)  # surgery may have replaced them
+                self.before_step(self.given)
+            gradients = existing(target.parameters)  # surgery may have replaced them
         self._open = None
 
-        norm = self.spread.norm(gradients)
+        norm = target.spread.norm(gradients)
         if factor is not None:
             norm = norm * factor
         # The vote: what is not finite in any reduced gradient is not finite in their norm, on every rank alike.
         found = torch.zeros((), dtype=torch.float32, device=norm.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([norm], found, self._constant(1.0, torch.float32))
-        if self.max_grad_norm is not None:
-            clip = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        torch._amp_foreach_non_finite_check_and_unscale_([norm], found, target.constant(1.0, torch.float32))
+        if target.max_grad_norm is not None:
+            clip = torch.clamp(target.max_grad_norm / (norm + 1e-6), max=1.0)
             factor = clip if factor is None else factor * clip
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor)
         if not gradients:
             found.fill_(1.0)
 
-        self.settle()  # the previous update's flag has landed: its schedule step comes before this optimizer step
-        lr = self.optimizer.param_groups[0]["lr"]
+        target.settle()  # the previous update's flag has landed: its schedule step comes before this optimizer step
+        lr = target.optimizer.param_groups[0]["lr"]
         scale = None
-        if self.loss_scale is not None:
-            scale = self.loss_scale.scale.clone()
-            self.loss_scale.update(self._scaler_vote(found, tally, sums))
-        if self.skips_on_device:
-            optimizer: Any = self.optimizer
-            optimizer.found_inf, optimizer.grad_scale = found, None
-            optimizer.step()
-            del optimizer.found_inf, optimizer.grad_scale
-        elif not self.flags.read_now(found):
-            self.optimizer.step()
-        self.buffers.undo_if(found)
-        for parameter in self.parameters:
+        if target.loss_scale is not None:
+            scale = target.loss_scale.scale.clone()
+            target.loss_scale.update(target.scaler_vote(found, tally, sums))
+        target.optimize(found)
+        if self.buffers.slots:
+            self.buffers.undo_if(found)
+        if self.ema is not None:
+            self.ema.update(found)
+        for parameter in target.parameters:
             parameter.grad = None  # freed during the next forward
         now = time.perf_counter()
         update = Update(
             self.number,
             tally=tally,
             sums=sums,
-            names=self.names or (),
+            names=target.names or (),
             rows=rows,
             microbatches=done.pieces,
             lr=lr.clone() if isinstance(lr, torch.Tensor) else lr,
@@ -515,89 +568,15 @@ class Engine:
             seconds=now - self._began,
         )
         self._began = now
-        self.flags.take(update, found)
+        target.flags.take(update, found)
         self.number += 1
         return update
 
-    def _scaler_vote(self, found: torch.Tensor, tally: Tally, sums: torch.Tensor | None) -> torch.Tensor:
-        """An update without anything to count is skipped, but says nothing about the loss scale."""
-        if self.scalar:
-            return found
-        counted = tally.denominator() if sums is None else sums[:, 1].sum()
-        if isinstance(counted, torch.Tensor):
-            return found * (counted != 0)
-        return found if counted else torch.zeros_like(found)
-
-    # ------------------------------------------------------------------------------------------------ learned once
-
-    def _constant(self, value: float, dtype: torch.dtype) -> torch.Tensor:
-        key = (value, dtype)
-        tensor = self._constants.get(key)
-        if tensor is None:
-            if len(self._constants) > 256:  # row counts that never repeat
-                self._constants.clear()
-            tensor = self._constants[key] = torch.full((), value, dtype=dtype, device=self.device)
-        return tensor
-
-    def _learn_kind(self, scalar: bool, batch: Any) -> None:
-        if self.scalar is not None:
-            raise LossError(
-                "loss_fn returned a scalar for one batch and a Mean for another: an update has one denominator.",
-                fix=["return evener.Mean(total=..., count=...) every time"],
-            )
-        self.scalar = scalar
-        if scalar and self.loss_is is None and (self.ignored_labels or _has_ignored_labels(batch)):
-            self.note_ignored_labels()
-
-    def note_ignored_labels(self) -> None:
-        """A batch's `labels` hold -100: refused as soon as the loss is known to be a plain scalar.
-
-        Raises:
-            LossError: the loss is a scalar and `loss_is` does not say that this is right.
-        """
-        self.ignored_labels = True
-        if not self.scalar or self.loss_is is not None:
-            return
-        raise LossError(
-            "the loss is a scalar (a mean over rows), but the batch's labels hold -100: positions that do not count.",
-            evidence=["a mean over the unmasked tokens of each microbatch is not the mean over the global batch"],
-            fix=[
-                "count = (labels != -100).sum(); return evener.Mean(mean=loss, count=count)",
-                'or loss_is="row mean", if the scalar really is a mean over rows',
-            ],
-        )
-
-    def _agree(self, tally: Tally, rows: int | None, mine_rows: int) -> None:
-        """First update, after the first forward: ranks agree on metric names, the kind of loss, and P. Collective."""
-        mine: dict[str, Any] | None = None
-        if tally.entries:
-            per_row = float(tally.denominator()) / tally.rows
-            mine = {"names": sorted(tally.metrics[0]), "scalar": self.scalar, "per_row": per_row, "rows": mine_rows}
-        every = [one for one in comm.all_gather(mine) if one is not None]
-        if not every:
-            self.names = ()
-            return
-        for one in every:
-            if one["names"] != every[0]["names"] or one["scalar"] != every[0]["scalar"]:
-                raise LossError(
-                    "ranks returned different metrics or kinds of loss in the first update.",
-                    evidence=[f"{one['names']}, {'scalar' if one['scalar'] else 'Mean'}" for one in every],
-                    fix=["return the same metric names, and always a scalar or always a Mean, on every rank"],
-                )
-        self.names, self.scalar = tuple(every[0]["names"]), every[0]["scalar"]
-        if self.loss_scale is not None:
-            # From the first piece of the first rank, which is the same piece on every world size.
-            expected = every[0]["per_row"] * (rows if rows is not None else sum(one["rows"] for one in every))
-            self.provisional = 2.0 ** round(math.log2(expected)) if expected > 0 else 1.0
-
-    def _union(self, positions: list[int]) -> list[int]:
-        return sorted({position for one in comm.all_gather(positions) for position in one})
-
-    def _name_unused(self, gradients: Sequence[torch.Tensor]) -> None:
-        self._named_unused = True
-        if len(gradients) < len(self.parameters):
+    def _name_unused(self, target: Target, gradients: Sequence[torch.Tensor]) -> None:
+        target.named_unused = True
+        if len(gradients) < len(target.parameters):
             names = {id(p): name for name, p in self.model.named_parameters()}
-            unused = [names[id(p)] for p in self.parameters if p.grad is None]
+            unused = [names[id(p)] for p in target.parameters if p.grad is None]
             self.report("unused_parameters", self.number, {"names": unused})
 
     def words(self) -> dict[str, Any]:
@@ -609,11 +588,8 @@ class Engine:
         return {**self.pins.fingerprint(), "precision": self.precision.name, "slice_size": self.cut.slice_size}
 
 
-def _has_ignored_labels(batch: Any) -> bool:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
-        return False
-    return bool((labels == -100).any())
+def _union(positions: list[int]) -> list[int]:
+    return sorted({position for one in comm.all_gather(positions) for position in one})
 
 
 def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -640,16 +616,6 @@ def _cast_output(dtype: torch.dtype) -> Callable[..., Any]:
         return batches.apply(output, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf)
 
     return cast
-
-
-def _clone(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        return {key: _clone(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_clone(value) for value in state]
-    return state
 
 
 def _warn(kind: str, update: int, fields: dict[str, Any]) -> None:

@@ -176,7 +176,8 @@ class Run:
         rows = min(config.global_batch_size, self.feed.order.length(0))
         most = max((replace(engine.cut, rank=r).pieces(rows) for r in range(self.world_size)), key=len)
         words = engine.words()
-        schedule = engine.schedule
+        target = next(iter(engine.targets.values()))
+        schedule = target.schedule
         by = None if schedule.scheduler is None else "metric" if schedule.by_user else schedule.by
         return contract_line(
             Contract(
@@ -192,7 +193,7 @@ class Run:
                 exact=config.exact,
                 coupled=engine.batch.coupled,
                 schedule_by=by,
-                one_scalar_read=not engine.skips_on_device and self.device.type != "cpu",
+                one_scalar_read=not target.skips_on_device and self.device.type != "cpu",
                 notes=(engine.batch.why_coupled,) if engine.batch.why_coupled else (),
             )
         )
@@ -264,7 +265,8 @@ class Run:
                     self._report("bad_row", update.number, {"row": row, "error": text})
                 if portion.ends_epoch:
                     self.engine.settle()
-                    self.engine.schedule.after_epoch()
+                    for target in self.engine.targets.values():
+                        target.schedule.after_epoch()
                 self.cursor = portion.next
                 self.number += 1
                 self._out.update(update, portion.rows, total)
@@ -282,7 +284,7 @@ class Run:
         return self.config.prepare(batch, generator)
 
     def _look_for_ignored_labels(self, batch: Any) -> None:
-        if self.engine.scalar is False or not isinstance(batch, Mapping):
+        if not self.engine.watches_labels or not isinstance(batch, Mapping):
             return
         labels = batch.get("labels")
         # As an array: no operation that a profile or a sync counter would see.
@@ -319,7 +321,7 @@ class Run:
         means, rows = evaluate(
             model if model is not None else self.model,
             dataset,
-            metric_fn if metric_fn is not None else self.engine.loss_fn,
+            metric_fn if metric_fn is not None else self._loss_fn(),
             batch_size=batch_size,
             group=self.group,
             device=self.device,
@@ -332,6 +334,11 @@ class Run:
         self._out.folder.event("evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=_since(began))
         self._out.log({f"evaluate/{name}": value for name, value in means.items()}, self.number)
         return means
+
+    def _loss_fn(self) -> MetricFn:
+        if self.engine.loss_fn is None:
+            raise UsageError("evaluate needs a metric_fn: the run has no loss_fn of its own.", fix=["evaluate(data, fn)"])
+        return self.engine.loss_fn
 
     def print(self, *values: object) -> None:
         """print() on rank 0 only, above the progress bar. No communication."""

@@ -25,7 +25,7 @@ class Spread(Protocol):
     def begin(self, rows: int) -> None:
         """Before the first piece: no gradient is left over."""
 
-    def forward(self, model: torch.nn.Module, batch: Any, rows: int) -> Any:
+    def forward(self, loss_fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> Any:
         """What loss_fn returns for this piece. Communicates only where the forward does (fsdp)."""
 
     def before_backward(self, last: bool) -> None:
@@ -47,6 +47,9 @@ class Spread(Protocol):
 
     def norm(self, gradients: Tensors) -> torch.Tensor:
         """The global 2-norm, 0-dimensional, at least float32, equal on all ranks. No host sync."""
+
+    def close(self) -> None:
+        """Remove what was attached to the model."""
 
 
 def norm_of(gradients: Tensors) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from evener.errors import UsageError
 def make_spread(
     strategy: str,
     parameters: Sequence[torch.nn.Parameter],
-    loss_fn: Callable[..., Any],
     *,
     batch: Batch,
     rank: int,
@@ -44,12 +43,10 @@ def make_spread(
                 fix=['strategy="ddp" with one process per GPU', 'or batchnorm="frozen" where BatchNorm may stay fixed'],
             )
         notes.append("dp is one process driving several GPUs; ddp is faster and the better choice")
-        return DP(
-            parameters, loss_fn, device=device, device_ids=device_ids, output_device=output_device, scatter=scatter
-        )
+        return DP(parameters, device=device, device_ids=device_ids, output_device=output_device, scatter=scatter)
     if batch.exact:
         assert batch.cut.slice_size is not None
-        return Exact(parameters, loss_fn, rank=rank, world_size=world_size, slice_size=batch.cut.slice_size)
+        return Exact(parameters, rank=rank, world_size=world_size, slice_size=batch.cut.slice_size)
     if strategy == "ddp" and world_size > 1:
-        return DDP(parameters, loss_fn, reduce_dtype=reduce_dtype)
-    return Single(parameters, loss_fn)
+        return DDP(parameters, reduce_dtype=reduce_dtype)
+    return Single(parameters)

@@ -8,7 +8,6 @@ order of sums on resume). Only the last backward of an update communicates; earl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,11 +42,10 @@ class DDP(Single):
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        loss_fn: Callable[..., Any],
         *,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(parameters, loss_fn)
+        super().__init__(parameters)
         self.reduce_dtype = reduce_dtype
         self.buckets = self._layout()
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}

@@ -34,14 +34,13 @@ class DP(Single):
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        loss_fn: Callable[..., Any],
         *,
         device: torch.device,
         device_ids: Sequence[int] | None,
         output_device: int | None,
         scatter: Any,
     ) -> None:
-        super().__init__(parameters, loss_fn)
+        super().__init__(parameters)
         self.scatter = scatter
         if device.type == "cuda":
             ids = list(device_ids) if device_ids is not None else list(range(torch.cuda.device_count()))
@@ -91,25 +90,25 @@ class DP(Single):
             edges.append(round(rows * sum(weights[: k + 1]) / sum(weights)))
         return [batches.part(batch, start, stop) for start, stop in pairwise(edges) if stop > start]
 
-    def forward(self, model: torch.nn.Module, batch: Any, rows: int) -> Any:
+    def forward(self, loss_fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> Any:
         parts = self._parts(batch, rows)
         if len(parts) == 1:
-            return self.loss_fn(model, parts[0])
+            return loss_fn(model, parts[0])
         sizes = [batches.rows(part) for part in parts]
         if self.output.type == "cuda":
-            outputs = self._on_gpus(model, parts)
+            outputs = self._on_gpus(loss_fn, model, parts)
         else:
-            outputs = [self.loss_fn(model, part) for part in parts]
+            outputs = [loss_fn(model, part) for part in parts]
         return self._join(outputs, sizes, rows)
 
-    def _on_gpus(self, model: torch.nn.Module, parts: list[Any]) -> list[Any]:
+    def _on_gpus(self, loss_fn: Callable[..., Any], model: torch.nn.Module, parts: list[Any]) -> list[Any]:
         from torch.nn.parallel import parallel_apply, replicate
 
         devices = self.devices[: len(parts)]
         replicas = replicate(model, devices)
         moved = [(replica, batches.move(part, device)) for replica, part, device in zip(replicas, parts, devices)]
         # It calls them with the arguments given and asks for nothing else of a module.
-        calls: Any = [self.loss_fn] * len(parts)
+        calls: Any = [loss_fn] * len(parts)
         return list(parallel_apply(calls, moved, devices=devices))
 
     def _join(self, outputs: list[Any], sizes: list[int], rows: int) -> Any:

@@ -73,13 +73,12 @@ class Exact(Single):
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        loss_fn: Callable[..., Any],
         *,
         rank: int,
         world_size: int,
         slice_size: int,
     ) -> None:
-        super().__init__(parameters, loss_fn)
+        super().__init__(parameters)
         self.name = "ddp" if world_size > 1 else "single"
         self.rank, self.world_size, self.slice_size = rank, world_size, slice_size
         self.leaves = 1

@@ -15,9 +15,8 @@ class Single:
 
     name = "single"
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], loss_fn: Callable[..., Any]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = parameters
-        self.loss_fn = loss_fn
 
     def slots(self, rows: int) -> int:
         return 1
@@ -26,8 +25,8 @@ class Single:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def forward(self, model: torch.nn.Module, batch: Any, rows: int) -> Any:
-        return self.loss_fn(model, batch)
+    def forward(self, loss_fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> Any:
+        return loss_fn(model, batch)
 
     def before_backward(self, last: bool) -> None:
         pass
@@ -49,3 +48,6 @@ class Single:
 
     def norm(self, gradients: Tensors) -> torch.Tensor:
         return norm_of(gradients)
+
+    def close(self) -> None:
+        """Remove what was attached to the model."""

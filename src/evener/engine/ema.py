@@ -1,0 +1,45 @@
+"""A running average of the weights, for evaluation and export."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from evener.errors import UsageError
+
+
+class Ema:
+    """average <- decay * average + (1 - decay) * weights after every update that was not skipped; buffers are copied.
+
+    `module` is a copy of the model (or of the ModuleDict of several) that shares nothing with it. Ranks hold equal
+    weights, so nothing is communicated; the skip is decided on the device, so nothing waits.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise UsageError(f"ema={decay!r}: the decay, at least 0 and below 1.", fix=["ema=0.999"])
+        self.decay = float(decay)
+        self.module = copy.deepcopy(model).requires_grad_(False)
+        self.average: list[torch.Tensor] = [p for p in self.module.parameters() if p.is_floating_point()]
+        self.weights: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+        self.buffers = list(zip(self.module.buffers(), model.buffers()))
+
+    @torch.no_grad()
+    def update(self, found: torch.Tensor) -> None:
+        """`found` (0 or 1, on the device) says that the update was skipped: then nothing moves."""
+        move = (1.0 - found) * (1.0 - self.decay)
+        steps = list(torch._foreach_sub(self.weights, self.average))
+        # A skipped update has finite weights, so 0 times the difference is 0.
+        torch._foreach_mul_(steps, move)
+        torch._foreach_add_(self.average, steps)
+        for mine, theirs in self.buffers:
+            mine.copy_(theirs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.module.load_state_dict(state)

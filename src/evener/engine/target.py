@@ -1,0 +1,234 @@
+"""One optimizer of an engine, with everything that belongs to it: parameters, reduction, loss scale, schedule, flags.
+
+Most engines have one target. Several models trained in turns (a GAN) have one per optimizer; the models, buffers,
+randomness and the cut are the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from evener.dist import comm
+from evener.engine.flags import Flags
+from evener.engine.mean import Mean
+from evener.engine.optim import prepare
+from evener.engine.scaler import LossScale
+from evener.engine.schedule import Schedule
+from evener.engine.spread import Spread
+from evener.engine.tally import Tally
+from evener.errors import LossError, UsageError
+
+LossFn = Callable[..., Any]
+
+
+class Target:
+    """State of one optimizer. Methods named `learn_` run in its first update only; `agree` there is collective."""
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        spread: Spread,
+        *,
+        loss_scale: LossScale | None,
+        schedule: Schedule,
+        flags: Flags,
+        max_grad_norm: float | None,
+        exact: bool,
+        loss_is: str | None,
+    ) -> None:
+        self.name, self.optimizer, self.parameters, self.spread = name, optimizer, parameters, spread
+        self.loss_scale, self.schedule, self.flags = loss_scale, schedule, flags
+        self.max_grad_norm, self.exact, self.loss_is = max_grad_norm, exact, loss_is
+        self.skips_on_device = prepare(optimizer, exact=exact)
+        self.device = parameters[0].device
+        self.master = parameters[0].dtype
+        # Where another optimizer's parameters take part in the same graph, only ours may receive gradients.
+        self.inputs: Sequence[torch.nn.Parameter] | None = None
+        self.names: tuple[str, ...] | None = None  # of the metrics
+        self.scalar: bool | None = None
+        self.provisional = 1.0  # P, a power of two; matters only where the exponent range is small
+        self.ignored_labels = False
+        self.named_unused = False
+        self._constants: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+
+    # ------------------------------------------------------------------------------------------------ factors
+
+    def weight(self, loss: Mean, count: int, known: int | None, value: torch.Tensor) -> torch.Tensor:
+        """The gradient that the backward of a piece starts from: its weight, times the loss scale."""
+        weight: Any
+        if self.scalar:
+            weight = count / known if known else count / self.provisional
+        elif loss.form == "total":
+            weight = 1.0 / self.provisional
+        else:
+            weight = loss.count / self.provisional
+        start = weight.to(value.dtype) if isinstance(weight, torch.Tensor) else self.constant(weight, value.dtype)
+        if self.loss_scale is not None:
+            start = (start * self.loss_scale.scale).to(value.dtype)
+        return start if value.ndim == 0 else start.expand(value.shape)
+
+    def factor(self, tally: Tally, sums: torch.Tensor | None, rows: int | None) -> torch.Tensor | None:
+        """What reduced gradients are still to be multiplied with: P / (N * loss scale). None for exactly 1."""
+        owed: Any
+        if self.scalar and rows:
+            # The weights held 1 / N already; in exact mode the division comes last, one factor for all elements.
+            owed = self.provisional / rows if self.exact else 1.0
+        else:
+            denominator: Any = self._counted(tally, sums)
+            if isinstance(denominator, torch.Tensor):
+                owed = self.provisional / denominator
+            else:
+                owed = self.provisional / denominator if denominator else math.nan
+        if self.loss_scale is not None:
+            inverse = self.loss_scale.scale.reciprocal()
+            return inverse if isinstance(owed, float) and owed == 1.0 else inverse * owed
+        if isinstance(owed, torch.Tensor):
+            return owed
+        if owed == 1.0:
+            return None
+        # Rounded once to the gradients' own precision.
+        return self.constant(owed, torch.float64 if self.master == torch.float64 else torch.float32)
+
+    def scaler_vote(self, found: torch.Tensor, tally: Tally, sums: torch.Tensor | None) -> torch.Tensor:
+        """An update without anything to count is skipped, but says nothing about the loss scale."""
+        if self.scalar:
+            return found
+        counted = self._counted(tally, sums)
+        if isinstance(counted, torch.Tensor):
+            return found * (counted != 0)
+        return found if counted else torch.zeros_like(found)
+
+    def _counted(self, tally: Tally, sums: torch.Tensor | None) -> Any:
+        return tally.denominator() if sums is None else sums[:, 1].sum()
+
+    def constant(self, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """A 0-dimensional tensor on the device, made once per value."""
+        key = (value, dtype)
+        tensor = self._constants.get(key)
+        if tensor is None:
+            if len(self._constants) > 256:  # row counts that never repeat
+                self._constants.clear()
+            tensor = self._constants[key] = torch.full((), value, dtype=dtype, device=self.device)
+        return tensor
+
+    # ------------------------------------------------------------------------------------------------ the update
+
+    def optimize(self, found: torch.Tensor) -> None:
+        """The optimizer's step, unless `found` says to skip: on the device, or by one scalar read."""
+        if self.skips_on_device:
+            optimizer: Any = self.optimizer
+            optimizer.found_inf, optimizer.grad_scale = found, None
+            optimizer.step()
+            del optimizer.found_inf, optimizer.grad_scale
+        elif not self.flags.read_now(found):
+            self.optimizer.step()
+
+    def settle(self) -> None:
+        """Read the last update's flag and make its schedule step. Waits for the device; no communication."""
+        skipped = self.flags.land()
+        if skipped is not None:
+            self.schedule.after_update(skipped)
+
+    # ------------------------------------------------------------------------------------------------ learned once
+
+    def learn_kind(self, scalar: bool, batch: Any) -> None:
+        if self.scalar is not None:
+            raise LossError(
+                "loss_fn returned a scalar for one batch and a Mean for another: an update has one denominator.",
+                fix=["return evener.Mean(total=..., count=...) every time"],
+            )
+        self.scalar = scalar
+        if scalar and self.loss_is is None and (self.ignored_labels or _has_ignored_labels(batch)):
+            self.note_ignored_labels()
+
+    def note_ignored_labels(self) -> None:
+        """A batch's `labels` hold -100: refused as soon as the loss is known to be a plain scalar.
+
+        Raises:
+            LossError: the loss is a scalar and `loss_is` does not say that this is right.
+        """
+        self.ignored_labels = True
+        if not self.scalar or self.loss_is is not None:
+            return
+        raise LossError(
+            "the loss is a scalar (a mean over rows), but the batch's labels hold -100: positions that do not count.",
+            evidence=["a mean over the unmasked tokens of each microbatch is not the mean over the global batch"],
+            fix=[
+                "count = (labels != -100).sum(); return evener.Mean(mean=loss, count=count)",
+                'or loss_is="row mean", if the scalar really is a mean over rows',
+            ],
+        )
+
+    def agree(self, tally: Tally, rows: int | None, mine_rows: int) -> None:
+        """First update, after the first forward: ranks agree on metric names, the kind of loss, and P. Collective."""
+        mine: dict[str, Any] | None = None
+        if tally.entries:
+            per_row = float(tally.denominator()) / tally.rows
+            mine = {"names": sorted(tally.metrics[0]), "scalar": self.scalar, "per_row": per_row, "rows": mine_rows}
+        every = [one for one in comm.all_gather(mine) if one is not None]
+        if not every:
+            self.names = ()
+            return
+        for one in every:
+            if one["names"] != every[0]["names"] or one["scalar"] != every[0]["scalar"]:
+                raise LossError(
+                    "ranks returned different metrics or kinds of loss in the first update.",
+                    evidence=[f"{one['names']}, {'scalar' if one['scalar'] else 'Mean'}" for one in every],
+                    fix=["return the same metric names, and always a scalar or always a Mean, on every rank"],
+                )
+        self.names, self.scalar = tuple(every[0]["names"]), every[0]["scalar"]
+        if self.loss_scale is not None:
+            # From the first piece of the first rank, which is the same piece on every world size.
+            expected = every[0]["per_row"] * (rows if rows is not None else sum(one["rows"] for one in every))
+            self.provisional = 2.0 ** round(math.log2(expected)) if expected > 0 else 1.0
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors are clones: the optimizer's own would change under the caller."""
+        return {
+            "optimizer": clone(self.optimizer.state_dict()),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.loss_scale.state_dict() if self.loss_scale else None,
+            "provisional": self.provisional,
+            "flags": self.flags.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if (state["scaler"] is None) != (self.loss_scale is None):
+            raise UsageError(
+                "the state has a loss scale and this engine none, or the reverse: another precision.",
+                fix=["construct the engine with the precision that the state was saved with"],
+            )
+        # load_state_dict keeps the tensors it is given: a later step would change the caller's copy.
+        self.optimizer.load_state_dict(clone(state["optimizer"]))
+        self.skips_on_device = prepare(self.optimizer, exact=self.exact)
+        self.schedule.load_state_dict(state["schedule"])
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state["scaler"])
+        self.provisional = state["provisional"]
+        self.flags.load_state_dict(state["flags"])
+
+
+def clone(state: Any) -> Any:
+    """A nested state with clones of its tensors."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: clone(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [clone(value) for value in state]
+    return state
+
+
+def _has_ignored_labels(batch: Any) -> bool:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+        return False
+    return bool((labels == -100).any())
