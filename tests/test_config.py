@@ -58,13 +58,18 @@ def test_defaults():
         "scaler": None,
         "compile": False,
         "batchnorm": "slice",
+        "ema": None,
         "device_ids": None,
         "output_device": None,
         "scatter": None,
         "microbatch_size": None,
         "dir": None,
+        "save_every": "10min",
+        "keep_checkpoints": 3,
+        "resume": "auto",
         "timeout": 600,
         "logger": None,
+        "profile": None,
         "split": None,
     }
     assert set(config.origins) == set(keyword_groups())
@@ -170,7 +175,9 @@ def test_a_misspelt_keyword_names_the_nearest_and_its_group():
     assert refused(micro_batch_size=4) == (
         "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size"
     )
-    assert "output keywords: dir, timeout, logger, split" in refused(time_out=4)
+    assert "output keywords: dir, save_every, keep_checkpoints, resume, timeout, logger, profile, split" in refused(
+        time_out=4
+    )
     everything = refused(zzz=4)
     assert all(f"{group} keywords: " in everything for group in ("batch", "step", "memory", "output"))
 

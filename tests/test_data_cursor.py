@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evener.data import Cursor, position, share, updates_in
+from evener.data import Cursor, position, updates_in
 from evener.data.cursor import following, rows_at
+from evener.dist.info import share
 from evener.errors import DataError
 
 sizes = st.integers(1, 40)

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from evener.data import Cursor, Feed, Order, rng, share, source_of, updates_in
-from evener.data.transfer import Transfer, ahead, pinned, placed
+from evener.batch import move
+from evener.data import Cursor, Feed, Order, rng, source_of, updates_in
+from evener.data.transfer import Transfer, ahead, pinned
+from evener.dist.info import share
 from evener.dist.mix import mix
 
 CPU = torch.device("cpu")
@@ -299,6 +301,18 @@ def test_pieces_of_tensors_are_views_of_one_gather():
     assert torch.equal(torch.cat([piece.batch[1] for piece in portion.pieces]), torch.from_numpy(portion.ids()))
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 200), st.booleans())
+def test_gathering_ahead_changes_nothing(world, pieces, size, long_rows):
+    x = torch.arange(300.0)[:, None].expand(300, 20_000 if long_rows else 1)  # rows of 80 kB, or of 4 bytes
+    parts = [
+        list(feed((x,), rank=r, world=world, pieces=pieces, size=size).portions(START, epochs=2)) for r in range(world)
+    ]
+    for update in zip(*parts):
+        got = [p.batch[0][:, 0] for portion in update for p in portion.pieces if p.batch is not None]
+        assert torch.cat(got).tolist() == update[0].ids().tolist()
+
+
 def test_the_dataset_is_never_handed_out_itself():
     x = torch.rand(8, 2)
     kept = x.clone()
@@ -452,7 +466,7 @@ def test_nested_batches_move_as_a_whole():
         "e": pack_sequence([t]),
         "f": None,
     }
-    moved = placed(batch, torch.device("meta"))
+    moved = move(batch, torch.device("meta"))
     assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
     assert type(moved["b"]) is Point and moved["b"].x.is_meta and moved["b"].y == "s"
     assert type(moved["c"]) is Pair and moved["c"].left.is_meta and moved["c"].text == "text"

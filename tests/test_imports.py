@@ -45,14 +45,11 @@ def test_import_evener_imports_nothing_heavy():
     assert not found & set(HEAVY)
 
 
-@pytest.mark.parametrize("room, allowed", TORCH_FREE_ROOMS.items(), ids=TORCH_FREE_ROOMS)
+BUILT = {room: allowed for room, allowed in TORCH_FREE_ROOMS.items() if importlib.util.find_spec(room) is not None}
+
+
+@pytest.mark.parametrize("room, allowed", BUILT.items(), ids=BUILT)
 def test_a_torch_free_room_imports_no_torch(room, allowed):
-    try:
-        exists = importlib.util.find_spec(room) is not None
-    except ModuleNotFoundError:
-        exists = False
-    if not exists:
-        pytest.skip(f"{room} is not built yet")
     assert not imported_by(f"import {room}") & (set(HEAVY) - set(allowed))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -132,6 +133,26 @@ def test_exit_codes_come_from_the_agent_and_reasons_from_the_rank(tmp_path):
         RankEnd(1, code=3),
         RankEnd(2),
     ]
+
+
+@pytest.mark.parametrize(
+    "how, told, seen, expected",
+    [
+        ("exit", 75, -15, 75),  # the launcher stopped it while it was already leaving
+        ("exception", 1, -6, 1),  # native code aborted on the way out
+        ("finished", 0, -15, 0),
+        ("finished", 0, -11, -11),  # a crash at the very end is a failure
+        ("interrupted", 1, -2, -2),
+    ],
+)
+def test_the_exit_code_of_a_rank_that_dies_while_leaving(tmp_path, how, told, seen, expected):
+    ended = {"how": how, "code": told, "time": 1.0, "monotonic_ns": 1, "errors": []}
+    (tmp_path / "rank0.json").write_text(json.dumps({"rank": 0, "pid": 41, "started": 1.0, "ended": ended}))
+    event = {"metadata": {"global_rank": 0, "state": "FAILED", "metadata": json.dumps({"exit_code": [seen]})}}
+    stop = "Sending process 41 closing signal SIGTERM\n" if seen == -15 else ""
+    (tmp_path / "agent.log").write_text(stop + json.dumps(event) + "\n")
+    (end,) = read_ends(str(tmp_path), 1)
+    assert end.code == expected
 
 
 def test_a_followed_log_is_shown_in_whole_lines(tmp_path):

@@ -51,6 +51,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, "TMPDIR": str(cwd)},  # a killed supervisor cannot remove its private folder
         )
         self.nproc = nproc
         self.output = ""
@@ -73,12 +74,18 @@ class Job:
         return self.process.returncode
 
 
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the two questions
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def gone_after(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Those of `processes` that are still alive after `seconds`."""
     until = time.monotonic() + seconds
     alive = processes
     while alive and time.monotonic() < until:
-        alive = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        alive = [one for one in alive if is_alive(one)]
         time.sleep(0.02)
     return alive
 

@@ -87,7 +87,12 @@ def zero_tokens(precision):
     lr = engine.step((tokens, labels)).lr
     engine.settle()
     engine.close()
-    return result, lr, [e[:2] for e in events], engine.targets[""].loss_scale and engine.targets[""].loss_scale.state_dict()["scale"]
+    return (
+        result,
+        lr,
+        [e[:2] for e in events],
+        engine.targets[""].loss_scale and engine.targets[""].loss_scale.state_dict()["scale"],
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -16,6 +16,9 @@ _WHERE = {
     "Run": "evener.run",
     "Update": "evener.engine",
     "Epoch": "evener.run",
+    "Stopped": "evener.run",
+    "save": "evener.checkpoint",
+    "load": "evener.checkpoint",
     "Engine": "evener.engine",
     "Mean": "evener.engine",
     "device": "evener.dist.device",
@@ -29,6 +32,8 @@ _WHERE = {
 __all__ = ["EvenerError", "__version__", *_WHERE]  # noqa: PLE0604  the lazy names are strings too
 
 if TYPE_CHECKING:
+    from evener.checkpoint import load as load
+    from evener.checkpoint import save as save
     from evener.dist import comm as comm
     from evener.dist.device import device as device
     from evener.dist.first import first as first
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from evener.engine import Update as Update
     from evener.run import Epoch as Epoch
     from evener.run import Run as Run
+    from evener.run import Stopped as Stopped
 
 
 def __getattr__(name: str) -> object:

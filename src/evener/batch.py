@@ -35,26 +35,27 @@ def _children(batch: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{field.name}", getattr(batch, field.name)) for field in dataclasses.fields(batch))
 
 
-def apply(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nesting with `function` applied to every tensor; anything else is passed through."""
+def apply(batch: Any, function: Callable[[torch.Tensor], Any], mover: Callable[[Any], Any] | None = None) -> Any:
+    """The same nesting with `function` applied to every tensor: dicts, lists, (named) tuples, dataclasses, at will.
+
+    Anything else (numbers, strings) is passed through. With a `mover`, an object that has a `.to` of its own (Hugging
+    Face's BatchEncoding, a PackedSequence, a graph) is handed to it as a whole.
+    """
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    if mover is not None and callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+        return mover(batch)
     kind = type(batch)
-    if kind is tuple or kind is list:
-        return kind(apply(value, function) for value in batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return kind(*(apply(value, function) for value in batch))
+        return kind(*(apply(value, function, mover) for value in batch))
     if isinstance(batch, list | tuple):
-        return kind(apply(value, function) for value in batch)
-    if kind is dict:
-        return {key: apply(value, function) for key, value in batch.items()}
+        return kind(apply(value, function, mover) for value in batch)
     if isinstance(batch, Mapping):
-        parts = {key: apply(value, function) for key, value in batch.items()}
-        # Hugging Face's BatchEncoding and friends are mappings that take a dict.
-        return kind(parts)
+        parts = {key: apply(value, function, mover) for key, value in batch.items()}
+        return parts if kind is dict else kind(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        changed = {field.name: apply(getattr(batch, field.name), function) for field in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **changed)
+        names = [field.name for field in dataclasses.fields(batch) if field.init]
+        return dataclasses.replace(batch, **{name: apply(getattr(batch, name), function, mover) for name in names})
     return batch
 
 
@@ -117,11 +118,13 @@ def part(batch: Any, start: int, stop: int, split: Split | None = None) -> Any:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch on `device`; itself when it is there already. Host-to-device copies do not block for pinned memory."""
+    """The batch on `device`; itself when it is there already. Copies from pinned memory do not block the host."""
     if _is_pair(batch):
         x, y = batch
         if x.device == device and y.device == device:
             return batch
-    elif all(leaf.device == device for _, leaf in leaves(batch)):
-        return batch
-    return apply(batch, lambda leaf: leaf.to(device, non_blocking=True))
+    return apply(
+        batch,
+        lambda leaf: leaf if leaf.device == device else leaf.to(device, non_blocking=True),
+        lambda other: other.to(device),
+    )

@@ -71,19 +71,24 @@ class RunKeywords(TypedDict, total=False):
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp"]
     scheduler: Any
     schedule_by: Literal["update", "epoch"]
-    max_grad_norm: float | None
+    max_grad_norm: float | Mapping[str, float] | None
     before_step: Callable[..., Any] | None
     on_nonfinite: str
     scaler: Any
     compile: bool
     batchnorm: Literal["slice", "frozen"]
+    ema: float | None
     device_ids: Sequence[Any] | None
     output_device: Any
     scatter: Sequence[float] | Callable[..., Any] | None
     microbatch_size: int | None
     dir: str | os.PathLike[str] | None
+    save_every: int | str | None
+    keep_checkpoints: int
+    resume: Literal["auto", "must", "never"]
     timeout: float
     logger: Any
+    profile: range | None
     split: Callable[..., Any] | None
 
 
@@ -109,12 +114,13 @@ class Config:
     strategy: str = field(default="auto", metadata=_row("step", checks.word(*checks.STRATEGIES)))
     scheduler: Any = field(default=None, metadata=_row("step", checks.scheduler, "an object built for the optimizer"))
     schedule_by: str = field(default="update", metadata=_row("step", checks.word("update", "epoch")))
-    max_grad_norm: float | None = field(default=None, metadata=_row("step", checks.above_zero(_NORM, none=True)))
+    max_grad_norm: Any = field(default=None, metadata=_row("step", checks.each(checks.above_zero(_NORM, none=True))))
     before_step: Callable[..., Any] | None = field(default=None, metadata=_function("step"))
     on_nonfinite: str = field(default="skip", metadata=_row("step", checks.on_nonfinite))
     scaler: Any = field(default=None, metadata=_row("step", checks.scaler))
     compile: bool = field(default=False, metadata=_row("step", checks.switch()))
     batchnorm: str = field(default="slice", metadata=_row("step", checks.word("slice", "frozen")))
+    ema: float | None = field(default=None, metadata=_row("step", checks.decay))
     device_ids: list[Any] | None = field(default=None, metadata=_row("step", checks.devices))
     output_device: Any = field(default=None, metadata=_row("step", checks.device))
     scatter: Any = field(default=None, metadata=_row("step", checks.scatter))
@@ -122,10 +128,14 @@ class Config:
     microbatch_size: int | None = field(default=None, metadata=_row("memory", _MICROBATCHES))
     # survival and output
     dir: str | os.PathLike[str] | None = field(default=None, metadata=_row("output", checks.dir))
+    save_every: int | str | None = field(default="10min", metadata=_row("output", checks.every))
+    keep_checkpoints: int = field(default=3, metadata=_row("output", checks.whole(1, "a whole number from 1")))
+    resume: str = field(default="auto", metadata=_row("output", checks.word("auto", "must", "never")))
     timeout: float = field(
         default=600, metadata=_row("output", checks.above_zero("a finite number of seconds above 0"))
     )
     logger: Any = field(default=None, metadata=_row("output", checks.logger, "an object or a function"))
+    profile: range | None = field(default=None, metadata=_row("output", checks.updates, "a range"))
     split: Callable[..., Any] | None = field(default=None, metadata=_function("output"))
 
     origins: Mapping[str, Origin] = field(default_factory=dict)

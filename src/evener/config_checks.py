@@ -150,13 +150,56 @@ def on_nonfinite(name: str, value: Any) -> str:
     raise UsageError(f"{name}={shown(value)} is not known.", fix=[f"{name} is {allowed}"])
 
 
+def each(check: Check) -> Check:
+    """One value, or {optimizer's name: value} where there are several optimizers."""
+
+    def checked(name: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return check(name, value)
+        return {key: check(f"{name}[{key!r}]", one) for key, one in value.items()}
+
+    return checked
+
+
+def decay(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    number = None if isinstance(value, bool | str) else _converted(float, value)
+    if number is None or not 0 <= number < 1:
+        raise refused(name, value, "None, or the decay of the average: at least 0, below 1 (0.999)")
+    return number
+
+
+def every(name: str, value: Any) -> int | str | None:
+    """Updates (500), a time ("30s", "10min", "2h"), or None."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    if isinstance(value, str) and seconds_of(value) is not None:
+        return value
+    raise refused(name, value, 'None, a number of updates (500), or a time ("30s", "10min", "2h")')
+
+
+def seconds_of(text: str) -> float | None:
+    """ "90s", "10min", "1.5h" in seconds; None for anything else."""
+    for unit, seconds in (("min", 60.0), ("s", 1.0), ("h", 3600.0)):
+        if text.endswith(unit):
+            number = _converted(float, text.removesuffix(unit).strip())
+            return number * seconds if number is not None and 0 < number < math.inf else None
+    return None
+
+
+def updates(name: str, value: Any) -> range | None:
+    if value is None or (isinstance(value, range) and len(value) and value.step == 1 and value.start >= 0):
+        return value
+    raise refused(name, value, "None, or a range of updates", f"{name}=range(10, 15)")
+
+
 def scheduler(name: str, value: Any) -> Any:
     one = list(value.values()) if isinstance(value, Mapping) else [value]
     for scheduler in one:
-        if isinstance(scheduler, type) or (
-            scheduler is not None and not hasattr(scheduler, "step") and not hasattr(scheduler, "step_update")
-        ):
-            allowed = "None, or an object with step() or step_update(n), built for the optimizer of this Run"
+        takes = callable(scheduler) or hasattr(scheduler, "step") or hasattr(scheduler, "step_update")
+        if isinstance(scheduler, type) or (scheduler is not None and not takes):
+            allowed = "None, an object with step() or step_update(n), or a function (optimizer, total_updates)"
             raise refused(name, value, allowed, f"{name}=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)")
     return value
 

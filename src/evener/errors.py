@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 EXIT_USAGE = 2
+EXIT_STOPPED = 75  # "try again later": what requeueing schedulers look for
 EXIT_NONFINITE = 66
 
 

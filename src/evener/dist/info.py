@@ -58,6 +58,11 @@ def _number(name: str, default: int) -> int:
         raise UsageError(f"{name}={text!r} is not a number.", fix=[f"unset {name}, or set it to an integer"]) from None
 
 
+def share(rows: int, rank: int, world_size: int) -> tuple[int, int]:
+    """This rank's (start, stop) of `rows` rows: contiguous, disjoint, complete, and balanced to within one row."""
+    return rank * rows // world_size, (rank + 1) * rows // world_size
+
+
 def rank() -> int:
     """This process's rank, 0 in a single process. No communication, no host sync."""
     return here().rank

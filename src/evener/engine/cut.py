@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evener.dist.info import share
+
 Piece = tuple[int, int]  # start, stop: rows inside the update
-
-
-def share(rows: int, rank: int, world_size: int) -> Piece:
-    """Rank's contiguous part of `rows`; parts differ by at most one row and cover every row once."""
-    return rank * rows // world_size, (rank + 1) * rows // world_size
 
 
 def slices(rows: int, slice_size: int) -> tuple[Piece, ...]:

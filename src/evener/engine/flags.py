@@ -29,21 +29,27 @@ class Flags:
         self.skipped = 0  # updates skipped because something was not finite
         self.in_a_row = 0
         self.halvings = 0
-        self.pending: tuple[Update, Any] | None = None
+        self.pending: tuple[Update, Any, Any] | None = None
+        self.requests = [0.0, 0.0]  # of any rank, to stop and to save, as far as they have landed
         self.cuda = device.type == "cuda"
         if self.cuda:
-            self.host = torch.zeros((), pin_memory=True)
+            self.host = torch.zeros(3, pin_memory=True)
             self.event = torch.cuda.Event()
 
     def take(self, update: Update, found: torch.Tensor) -> None:
         """Start the flag's way to the host. Does not wait."""
+        requests = None if update.sums is None else update.sums[:, -2:]
         if self.cuda:
-            self.host.copy_(found, non_blocking=True)
+            self.host[0].copy_(found, non_blocking=True)
+            if requests is not None:
+                self.host[1:].copy_(requests.sum(0), non_blocking=True)
             self.event.record()
-            self.pending = (update, self.host.numpy())
+            host = self.host.numpy()
+            self.pending = (update, host[:1], None if requests is None else host[None, 1:])
         else:
             # On the CPU the array is the flag itself: reading it is no operation at all. MPS has to copy.
-            self.pending = (update, found.numpy() if found.device.type == "cpu" else found)
+            flag = found.numpy() if found.device.type == "cpu" else found
+            self.pending = (update, flag, None if requests is None else requests.numpy())
 
     def read_now(self, found: torch.Tensor) -> bool:
         """For optimizers that cannot skip on the device: one scalar read per update."""
@@ -57,10 +63,12 @@ class Flags:
         """
         if self.pending is None:
             return None
-        update, flag = self.pending
+        update, flag, requests = self.pending
         self.pending = None
         if self.cuda:
             self.event.synchronize()
+        if requests is not None and requests.any():
+            self.requests = [now + float(new) for now, new in zip(self.requests, requests.sum(0))]
         if not flag:
             self.in_a_row = self.halvings = 0
             return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,14 +11,30 @@ import torch
 
 from evener.errors import UsageError, one_of
 
+_SIMULATED = 20_000  # steps that are worth trying out for one line of text (a third of a second)
+
 
 class Schedule:
-    """Any LRScheduler, or an object with `step_update(n)`; ReduceLROnPlateau is stepped by the user, with a metric."""
+    """Any LRScheduler, an object with `step_update(n)`, or a function (optimizer, total_updates) that makes one.
+
+    ReduceLROnPlateau is stepped by the user, with a metric.
+    """
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, by: str) -> None:
         one_of("schedule_by", by, ["update", "epoch"])
-        self.scheduler, self.by = scheduler, by
+        self.optimizer, self.by = optimizer, by
         self.done = 0
+        self.maker: Any = None
+        self.scheduler: Any = None
+        self.by_user = self.counts = False
+        self._loaded: Any = None
+        if callable(scheduler) and not hasattr(scheduler, "step"):
+            self.maker = scheduler
+        else:
+            self._take(scheduler)
+
+    def _take(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
         self.by_user = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self.counts = hasattr(scheduler, "step_update")
         if scheduler is None:
@@ -26,18 +44,38 @@ class Schedule:
                 f"scheduler= is a {type(scheduler).__name__} without step() or step_update(n).",
                 fix=["torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)"],
             )
-        theirs = getattr(scheduler, "optimizer", optimizer)
-        if theirs is not optimizer:
+        theirs = getattr(scheduler, "optimizer", self.optimizer)
+        if theirs is not self.optimizer:
             raise UsageError(
                 f"the schedule {type(scheduler).__name__} drives another optimizer than the one passed.",
                 fix=["make the schedule from the same optimizer object"],
             )
+
+    def build(self, total: int) -> None:
+        """Make the schedule, once the number of steps it is for is known. A second call does nothing."""
+        if self.maker is None:
+            return
+        maker, self.maker = self.maker, None
+        groups = self.optimizer.param_groups
+        before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._take(maker(self.optimizer, total))
+        if self._loaded is not None and self.scheduler is not None:
+            self.scheduler.load_state_dict(self._loaded)
+            self._loaded = None
+            # Making a schedule sets the learning rate to that of its start; the restored optimizer had the right one.
+            for group, values in zip(groups, before):
+                group.update(values)
 
     def after_update(self, skipped: bool) -> None:
         """The update's schedule step; a skipped update makes none."""
         if skipped:
             return
         self.done += 1
+        if self.maker is not None:
+            raise UsageError(
+                "scheduler= is a function of (optimizer, total updates), and the total is not known here.",
+                fix=["use evener.Run, which knows it", "or pass the schedule itself"],
+            )
         if self.scheduler is None or self.by_user or self.by != "update":
             return
         if self.counts:
@@ -49,11 +87,46 @@ class Schedule:
         if self.scheduler is not None and self.by == "epoch" and not self.by_user:
             self.scheduler.step()
 
+    def preview(self, steps: int) -> tuple[float, float, float, int | None]:
+        """(first, last, highest) learning rate over the coming `steps` schedule steps, and where the schedule itself
+        ends when it says so. Tried out on a copy; nothing changes.
+        """
+        first = float(self.optimizer.param_groups[0]["lr"])
+        ends = getattr(self.scheduler, "total_steps", None) or getattr(self.scheduler, "T_max", None)
+        ends = None if ends is None else ends - self.done
+        if self.scheduler is None or self.by_user or steps > _SIMULATED:
+            return first, first, first, None
+        # A stand-in with the same learning rates, in place of the optimizer: its parameters are not copied.
+        stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=first)
+        stand_in.param_groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} | {"params": []}
+            for group in self.optimizer.param_groups
+        ]
+        trial = copy.deepcopy(self.scheduler, {id(self.optimizer): stand_in})
+        last = highest = first
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses the optimizer steps between
+            for step in range(max(0, steps - 1)):
+                try:
+                    if self.counts:
+                        trial.step_update(self.done + step + 1)
+                    else:
+                        trial.step()
+                except ValueError:  # OneCycleLR, beyond its end
+                    return first, last, highest, step
+                last = float(stand_in.param_groups[0]["lr"])
+                highest = max(highest, last)
+        return first, last, highest, ends
+
     def state_dict(self) -> dict[str, Any]:
         inner = self.scheduler.state_dict() if hasattr(self.scheduler, "state_dict") else None
         return {"done": self.done, "scheduler": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.done = state["done"]
-        if state["scheduler"] is not None:
+        if state["scheduler"] is None:
+            return
+        if self.maker is not None:
+            self._loaded = state["scheduler"]  # until it is built
+        else:
             self.scheduler.load_state_dict(state["scheduler"])

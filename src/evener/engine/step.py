@@ -226,6 +226,8 @@ class Engine:
         self.autocast: Autocast | None = None
         if self.precision.compute is not None:
             self.autocast = functools.partial(torch.autocast, self.device.type, dtype=self.precision.compute)
+        # What this rank asks of all ranks: it travels with the next update's losses.
+        self.asks_to_stop = self.asks_to_save = 0.0
         self.number = 0
         self._open: _Open | None = None
         self._began = time.perf_counter()
@@ -346,6 +348,24 @@ class Engine:
         """Read the last updates' flags and make their schedule steps. Waits for the device; no communication."""
         for target in self.targets.values():
             target.settle()
+
+    def agreed(self) -> tuple[bool, bool]:
+        """(stop, save): what any rank asked for, once it is known on every rank; the same answer on every rank at the
+        same update. Resets what it returns. No communication, no host sync: requests land with the flags.
+        """
+        if self.device.type == "cpu":
+            self.settle()  # nothing to wait for: the answer is one update younger
+        if not self.distributed:
+            answer = bool(self.asks_to_stop), bool(self.asks_to_save)
+            self.asks_to_stop = self.asks_to_save = 0.0
+            return answer
+        stop = save = False
+        for target in self.targets.values():
+            stop, save = stop or target.flags.requests[0] > 0, save or target.flags.requests[1] > 0
+            target.flags.requests = [0.0, 0.0]
+        if stop:
+            self.asks_to_stop = 0.0
+        return stop, save
 
     @property
     def watches_labels(self) -> bool:
@@ -499,7 +519,8 @@ class Engine:
     def _send(self, target: Target, tally: Tally, slots: int) -> tuple[torch.Tensor, Callable[[], None]]:
         """Losses, counts and metrics are known after the last forward: their sum travels during the backward."""
         assert target.names is not None
-        sums = tally.pack(target.names, slots, self.device)
+        sums = tally.pack(target.names, slots, self.device, (self.asks_to_stop, self.asks_to_save))
+        self.asks_to_save = 0.0  # once said, it is on its way to all
         return sums, target.spread.sum_(sums, overlap=True)
 
     def _unscale(self) -> None:

@@ -19,7 +19,10 @@ Entry = tuple[int, str, torch.Tensor, Number, int]  # slot, form ("total" or "me
 
 
 class Tally:
-    """Entries of one update on this rank. Column order when packed: loss total, loss count, rows, then metric pairs."""
+    """Entries of one update on this rank.
+
+    Column order when packed: loss total, loss count, rows, then metric pairs, then the requests (to stop, to save).
+    """
 
     __slots__ = ("entries", "metrics", "rows")
 
@@ -41,9 +44,15 @@ class Tally:
         self.metrics.append(metrics)
         self.rows += rows
 
-    def pack(self, names: Sequence[str], slots: int, device: torch.device) -> torch.Tensor:
-        """(slots, columns) float64: per slot in exact mode; with slots == 1 everything is summed into row 0."""
-        columns = 3 + 2 * len(names)
+    def pack(
+        self, names: Sequence[str], slots: int, device: torch.device, requests: tuple[float, float] = (0.0, 0.0)
+    ) -> torch.Tensor:
+        """(slots, columns) float64: per slot in exact mode; with slots == 1 everything is summed into row 0.
+
+        requests: what this rank asks of all; they travel with the losses, so that ranks agree without a collective of
+        their own.
+        """
+        columns = width(names)
         numbers: list[float] = []
         tensors: list[torch.Tensor] = []
         places: list[int] = []
@@ -59,6 +68,9 @@ class Tally:
                     numbers.append(0.0)
                 else:
                     numbers.append(float(one))
+            numbers += [0.0, 0.0]
+        if any(requests):
+            numbers += [0.0] * (columns - 2) + list(requests)
         dtype = torch.float32 if device.type == "mps" else torch.float64
         host = torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True).view(-1, columns)
         if tensors:
@@ -72,6 +84,8 @@ class Tally:
         packed = torch.zeros(slots, columns, dtype=dtype, device=device)
         for i, entry in enumerate(self.entries):
             packed[entry[0]] = host[i]
+        if any(requests):
+            packed[0] += host[-1]
         return packed
 
     def denominator(self) -> Number:
@@ -80,6 +94,11 @@ class Tally:
         for _, _, _, count, _ in self.entries:
             total = total + count
         return total
+
+
+def width(names: Sequence[str]) -> int:
+    """Columns of a packed update."""
+    return 5 + 2 * len(names)
 
 
 def as_loss(output: Any, rows: int) -> tuple[Mean, bool, Mapping[str, Mean]]:

@@ -53,6 +53,7 @@ class Target:
         self.names: tuple[str, ...] | None = None  # of the metrics
         self.scalar: bool | None = None
         self.provisional = 1.0  # P, a power of two; matters only where the exponent range is small
+        self.provisional_agreed = False
         self.ignored_labels = False
         self.named_unused = False
         self._constants: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -183,7 +184,8 @@ class Target:
                     fix=["return the same metric names, and always a scalar or always a Mean, on every rank"],
                 )
         self.names, self.scalar = tuple(every[0]["names"]), every[0]["scalar"]
-        if self.loss_scale is not None:
+        if self.loss_scale is not None and not self.provisional_agreed:
+            self.provisional_agreed = True
             # From the first piece of the first rank, which is the same piece on every world size.
             expected = every[0]["per_row"] * (rows if rows is not None else sum(one["rows"] for one in every))
             self.provisional = 2.0 ** round(math.log2(expected)) if expected > 0 else 1.0
@@ -196,7 +198,7 @@ class Target:
             "optimizer": clone(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
             "scaler": self.loss_scale.state_dict() if self.loss_scale else None,
-            "provisional": self.provisional,
+            "provisional": self.provisional if self.provisional_agreed else None,
             "flags": self.flags.state_dict(),
         }
 
@@ -212,7 +214,9 @@ class Target:
         self.schedule.load_state_dict(state["schedule"])
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["scaler"])
-        self.provisional = state["provisional"]
+        if state["provisional"] is not None:
+            # Another batch would suggest another power of two, and half precision would round differently.
+            self.provisional, self.provisional_agreed = state["provisional"], True
         self.flags.load_state_dict(state["flags"])
 
 

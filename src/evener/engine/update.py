@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evener.engine.tally import Tally
+from evener.engine.tally import Tally, width
 
 
 class Update:
@@ -70,15 +70,15 @@ class Update:
                 device = self.tally.entries[0][2].device
                 sums = self.tally.pack(self.names, 1, device)
             else:
-                sums = torch.zeros(1, 3 + 2 * len(self.names))
+                sums = torch.zeros(1, width(self.names))
         extra = [value for value in (self._norm, self._found, self._scale) if value is not None]
         return torch.cat([sums.sum(0), torch.stack([value.to(sums.dtype) for value in extra])])
 
     def landed(self, values: list[float]) -> None:
         """The host's copy of `vector()` has arrived: reading no longer waits."""
-        width = 3 + 2 * len(self.names)
-        self._read = values[:width]
-        extra: list[float | None] = [*values[width:], None]
+        columns = width(self.names)
+        self._read = values[:columns]
+        extra: list[float | None] = [*values[columns:], None]
         self._norm, self._found, self._scale = extra[:3]
 
     def _values(self) -> list[float]:

@@ -30,6 +30,7 @@ class RunFolder:
             the next free `<dir>-2`, and says so.
         active: True on rank 0.
         say: Prints one line for the user.
+        continues: The directory is that of a run which goes on: its files are appended to.
 
     Attributes:
         path: The directory; None where not active.
@@ -37,7 +38,12 @@ class RunFolder:
     """
 
     def __init__(
-        self, dir: str | os.PathLike[str] | None, *, active: bool = True, say: Callable[[str], None] = lambda line: None
+        self,
+        dir: str | os.PathLike[str] | None,
+        *,
+        active: bool = True,
+        say: Callable[[str], None] = lambda line: None,
+        continues: bool = False,
     ) -> None:
         self.active = active
         self.path: Path | None = None
@@ -48,7 +54,7 @@ class RunFolder:
             return
         wanted = Path("runs") / script_name() if dir is None else _named(Path(dir))
         try:
-            self.path = _claim(wanted, fresh=dir is None)
+            self.path = wanted if continues else _claim(wanted, fresh=dir is None)
             self._events = Events(self.path / "events.jsonl")
         except OSError as error:
             raise _cannot_start(wanted, error) from None

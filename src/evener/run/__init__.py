@@ -1,6 +1,8 @@
 """Room `run`: the user's evening. `Run` composes data, engine, dist and report; it owns nothing that they own."""
 
 from evener.run.epoch import Epoch as Epoch
+from evener.run.run import Batch as Batch
 from evener.run.run import Run as Run
+from evener.run.stop import Stopped as Stopped
 
-__all__ = ["Epoch", "Run"]
+__all__ = ["Batch", "Epoch", "Run", "Stopped"]

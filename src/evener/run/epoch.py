@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -42,9 +42,21 @@ class Sums:
         if self._tally.entries:
             parts.append(self._tally.pack(self.names, 1, self._device)[0])
         if self._total is not None:
-            parts.append(self._total)
+            parts.append(self._total.to(self._device))
         self._total = torch.stack(parts).sum(0) if parts else None
         self._tally, self._sums = Tally(), []
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """(total, count) by name. Waits for the device."""
+        return {name: [total, count] for name, (total, count) in self.read().items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        names = [name for name in state if name != "loss"]
+        self._tally, self._sums, self._total = Tally(), [], None
+        if state:
+            pairs = [float(value) for name in names for value in state[name]]
+            self.names = names
+            self._total = torch.tensor([*state["loss"], 0.0, *pairs, 0.0, 0.0], dtype=torch.float64)
 
     def read(self) -> dict[str, tuple[float, float]]:
         """(total, count) by name: "loss", then the metrics. Waits for the device."""
@@ -64,12 +76,12 @@ class Epoch:
     device and never communicates.
     """
 
-    def __init__(self, number: int, updates: Iterator[Update]) -> None:
+    def __init__(self, number: int, updates: Iterator[Update], sums: Sums) -> None:
         self.number = number
         self.updates = 0
         self.seconds = 0.0
         self._iterator = updates
-        self._sums = Sums()
+        self._sums = sums  # after a resume in its middle: of the updates before too
 
     def __iter__(self) -> Iterator[Update]:
         began = time.perf_counter()

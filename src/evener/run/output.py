@@ -18,31 +18,32 @@ from evener.report.curves import Curves
 from evener.report.folder import RunFolder
 
 _SHORTEST, _LONGEST, _POINTS = 0.05, 10.0, 500
+_Waiting = tuple[Update, torch.Tensor, float, Any, int]
 
 
 class Output:
     """Rank 0's console, events and curves; on other ranks the same object does nothing."""
 
-    def __init__(self, active: bool, dir: Any, logger: Any) -> None:
+    def __init__(self, active: bool, dir: Any, logger: Any, *, continues: bool = False) -> None:
         self.active = active
         self.console = Console(active)
-        self.folder = RunFolder(dir, active=active, say=self.console.say)
+        self.folder = RunFolder(dir, active=active, say=self.console.say, continues=continues)
         self.curves = Curves(self.folder, logger)
         self.began = time.perf_counter()
         self.due = 0.0
         self.rows = 0  # since the last point
         self.since = self.began
-        self.waiting: tuple[Update, torch.Tensor, float, Any] | None = None
+        self.waiting: _Waiting | None = None
 
-    def update(self, update: Update, rows: int, total: int | None) -> None:
-        """After every update. Costs a clock reading when no point is due; never waits for the device."""
+    def update(self, update: Update, rows: int, done: int, total: int | None) -> None:
+        """After every update, `done` of `total`. A clock reading when no point is due; never waits for the device."""
         if not self.active:
             return
         self.rows += rows
         if self.waiting is not None:
             self._land(total)
         now = time.perf_counter()
-        last = total is not None and update.number + 1 >= total
+        last = total is not None and done >= total
         if now < self.due and not last:
             return
         self.due = now + min(_LONGEST, max(_SHORTEST, (now - self.began) / _POINTS))
@@ -53,14 +54,15 @@ class Output:
             event = torch.cuda.Event()
             event.record()
         seconds = now - self.since
-        self.waiting = (update, vector, self.rows / seconds if seconds > 0 else 0.0, event)
+        speed = self.rows / seconds if seconds > 0 else 0.0
+        self.waiting = (update, vector, speed, event, done)
         self.rows, self.since = 0, now
         if last:
             self._land(total, wait=True)
 
     def _land(self, total: int | None, *, wait: bool = False) -> None:
         assert self.waiting is not None
-        update, vector, speed, event = self.waiting
+        update, vector, speed, event, done = self.waiting
         if event is not None and not wait and not event.query():
             return
         if event is not None:
@@ -68,7 +70,7 @@ class Output:
         self.waiting = None
         update.landed(vector.tolist())
         values = {"loss": update.loss, **update.metrics, "lr": update.lr}
-        self.console.progress(update.number + 1, total, {**values, "rows_per_second": speed})
+        self.console.progress(done, total, {**values, "rows_per_second": speed})
         self.folder.event(
             "update",
             update=update.number,

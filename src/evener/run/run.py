@@ -4,28 +4,61 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
+import numpy
 import torch
 
+from evener.checkpoint import Checkpoints
+from evener.checkpoint.weights import export as export_weights
 from evener.config import Config, ConfigFile, RunKeywords
+from evener.config_checks import seconds_of
 from evener.data import Cursor, Feed, Order, Portion, source_of
-from evener.dist import Group
+from evener.dist import Group, comm
 from evener.dist import device as devices
 from evener.dist.mix import mix
 from evener.engine import Engine, Update
+from evener.engine.step import Models, Optimizers, Part
 from evener.errors import UsageError, show_errors_without_traceback
 from evener.plan.handed import VARIABLE, read_plan
-from evener.report.contract import Contract, PrecisionWords, contract_line
-from evener.run.epoch import Epoch
-from evener.run.evaluate import MetricFn, evaluate
+from evener.report.contract import Contract, PrecisionWords, contract_line, lr_line
+from evener.report.folder import script_name
+from evener.run.epoch import Epoch, Sums
+from evener.run.evaluate import MetricFn, evaluate, predict
 from evener.run.output import Output
+from evener.run.profile import Profile
+from evener.run.resume import FINISHED, differences, identity, refuse, siblings
+from evener.run.stop import Stopped, stop_signals
 
 _PREPARE = 3  # a stream of randomness of its own, apart from the model's
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One global batch of `Run.batches`, cut for this rank; `Run.step` takes it, once or several times."""
+
+    portion: Portion
+    parts: Sequence[Part]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole global batch."""
+        return self.portion.rows
+
+    @property
+    def epoch(self) -> int:
+        return self.portion.cursor.epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        return self.portion.ends_epoch
 
 
 class Run:
@@ -34,8 +67,8 @@ class Run:
     Constructed on all ranks together. The same script runs under `python`, `evener run` and `torchrun`.
 
     Args:
-        model: A plain module, never wrapped.
-        optimizer: Over the model's parameters.
+        model: A plain module, never wrapped; or {name: module}.
+        optimizer: Over the model's parameters; or {name: optimizer}, with `batches` and `step(batch, optimizer=name)`.
         loss_fn: `loss_fn(model, batch)` returns a scalar (the mean over its rows), a `Mean`, or (either, {name: Mean}).
         dataset: Rows: a map-style dataset, tensors, or a DataLoader (taken for its dataset, collate_fn and workers).
         **keywords: See the table in docs/keywords.md; `global_batch_size` is required. `evener.toml`, then flags of
@@ -47,13 +80,15 @@ class Run:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[..., Any],
-        dataset: Any,
+        model: Models,
+        optimizer: Optimizers,
+        loss_fn: Callable[..., Any] | None = None,
+        dataset: Any = None,
         **keywords: Unpack[RunKeywords],
     ) -> None:
         show_errors_without_traceback()
+        if dataset is None:
+            raise UsageError("Run needs a dataset.", fix=["Run(model, optimizer, loss_fn, dataset, ...)"])
         plan = read_plan()
         self.config = config = Config.merge(keywords, ConfigFile.find(), plan.overrides if plan else None)
         if plan is not None:
@@ -64,14 +99,48 @@ class Run:
         order = Order(source.rows, config.seed, kind)
         self.device = devices.device(plan.device if plan else None)
         self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)
-        self.number = 0
         self.cursor = Cursor()
-        self.total: int | None = None  # updates of the loop that runs now
+        self.state: dict[str, Any] = {}
+        self.total: int | None = None  # updates (or batches) of the loop that runs now
+        self._registered: dict[str, Any] = {}
+        self._waiting: dict[str, Any] = {}  # states of objects that are not registered yet
         self._portions: dict[int, Portion] = {}  # of this update and the one before, whose flag lands during it
+        self._epoch_sums = Sums()
+        self._batches = 0
+        self._stop_reason = ""
+        self._loop_ended = False
         self._closed = False
         self._output: Output | None = None
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
-        self.engine = Engine(
+        self.engine = self._engine(model, optimizer, loss_fn)
+        self.feed = Feed(
+            source,
+            order,
+            global_batch_size=config.global_batch_size,
+            drop_last=config.drop_last,
+            rank=self.group.rank,
+            world_size=self.group.world_size,
+            local_world_size=self.group.place.local_world_size,
+            cut=self.engine.cut.pieces,
+            device=self.device,
+            seed=config.seed,
+            num_workers=config.num_workers,
+            collate_fn=config.collate_fn,
+            on_bad_sample=config.on_bad_sample,
+            inspect=self._look_for_ignored_labels,
+        )
+        self.feed.updates_in(0)  # an epoch without any update is refused here, not later
+        self.profile = Profile(config.profile, self.device)
+        self.identity = identity(config, self.engine, source.rows)
+        self._every = config.save_every if isinstance(config.save_every, int) else None
+        self._every_seconds = seconds_of(config.save_every) if isinstance(config.save_every, str) else None
+        self._saved_at = (0, time.monotonic())
+        self._begin(source.notes)
+        atexit.register(self.close)
+
+    def _engine(self, model: Models, optimizer: Optimizers, loss_fn: Callable[..., Any] | None) -> Engine:
+        config = self.config
+        return Engine(
             model,
             optimizer,
             loss_fn,
@@ -92,6 +161,7 @@ class Run:
             on_nonfinite=config.on_nonfinite,
             scaler=config.scaler,
             batchnorm=config.batchnorm,
+            ema=config.ema,
             compile=config.compile,
             split=config.split,
             loss_is=config.loss_is,
@@ -101,43 +171,77 @@ class Run:
             group=self.group,
             report=self._report,
         )
-        self.feed = Feed(
-            source,
-            order,
-            global_batch_size=config.global_batch_size,
-            drop_last=config.drop_last,
-            rank=self.group.rank,
-            world_size=self.group.world_size,
-            local_world_size=self.group.place.local_world_size,
-            cut=self.engine.cut.pieces,
-            device=self.device,
-            seed=config.seed,
-            num_workers=config.num_workers,
-            collate_fn=config.collate_fn,
-            on_bad_sample=config.on_bad_sample,
-            inspect=self._look_for_ignored_labels,
-        )
-        self.feed.updates_in(0)  # an epoch without any update is refused here, not later
-        # Two engines may not be left half made: only now is something written.
-        self._output = Output(self.is_main, config.dir, config.logger)
-        folder = self._output.folder
-        versions = {"evener": _version(), "torch": torch.__version__}
+
+    def _begin(self, source_notes: Sequence[str]) -> None:
+        """Choose the directory (continue one, or start a new one), open it on rank 0, and say what was decided."""
+        config = self.config
+        wanted = Path(config.dir) if config.dir is not None else Path("runs") / script_name()
+        with self.group.call("the constructor of Run or Engine"):
+            path, saved, notes = self._find_checkpoint(wanted)
+        self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
+        self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
+        self.checkpoints = Checkpoints(self.path / "checkpoints", keep=config.keep_checkpoints)
+        folder, say = self._output.folder, self._output.console.say
         folder.write_config(config.as_json())
+        versions = {"evener": _version(), "torch": torch.__version__}
         folder.event("start", world_size=self.group.world_size, versions=versions, device=str(self.device))
         line = self.contract_line()
         self._output.console.contract(line)
-        for note in (*source.notes, *self.engine.notes):
-            self._output.console.say(f"  {note}")
         folder.event("contract", line=line)
+        for note in (*notes, *source_notes, *self.engine.notes):
+            say(f"  {note}")
+            folder.event("warning", text=note)
         for event in self._before:
             self._report(*event)
-        atexit.register(self.close)
+        if saved is not None:
+            self._restore(saved)
+            say(f"  continues {self.path} after {self.number} updates")
+            folder.event("resume", update=self.number - 1, checkpoint=f"update-{self.number}")
+
+    def _find_checkpoint(self, wanted: Path) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
+        """(directory to continue, its state, lines to show). Newest first. Collective: rank 0's disk decides."""
+        lines: list[str] = []
+        if self.config.resume == "never":
+            return None, None, lines
+        found: list[tuple[str, bool]] = comm.broadcast(
+            [(str(path), (path / FINISHED).exists()) for path in siblings(wanted)] if self.is_main else None
+        )
+        for name, finished in found:
+            checkpoints = Checkpoints(Path(name) / "checkpoints", keep=self.config.keep_checkpoints)
+            newest, notes = checkpoints.newest()
+            lines += notes
+            if newest is None:
+                continue
+            states, about = checkpoints.load(newest)
+            differ = differences(about["identity"], self.identity)
+            if finished:
+                lines.append(f"{name} is a finished run")
+            elif differ:
+                lines += [f"{name} is another run:", *(f"  {line}" for line in differ)]
+            else:
+                return Path(name), states, lines
+            if self.config.resume == "auto":
+                break
+        if self.config.resume == "must":
+            raise refuse(f"nothing in {wanted} can be continued.", lines or ["there is no checkpoint"])
+        return None, None, lines
 
     # ------------------------------------------------------------------------------------------------ what it is
 
     @property
-    def model(self) -> torch.nn.Module:
-        return self.engine.model
+    def model(self) -> Any:
+        """The model, or {name: model}, as it was given."""
+        return self.engine.given
+
+    @property
+    def ema(self) -> torch.nn.Module | None:
+        """The running average of the model as a module of its own (`ema=`), for evaluate(model=run.ema)."""
+        return self.engine.ema.module if self.engine.ema is not None else None
+
+    @property
+    def number(self) -> int:
+        """Updates made so far; the number of the next one."""
+        return self.engine.number
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -178,7 +282,9 @@ class Run:
         words = engine.words()
         target = next(iter(engine.targets.values()))
         schedule = target.schedule
-        by = None if schedule.scheduler is None else "metric" if schedule.by_user else schedule.by
+        by: str | None = "metric" if schedule.by_user else schedule.by
+        if schedule.scheduler is None and schedule.maker is None:
+            by = None
         return contract_line(
             Contract(
                 global_batch_size=rows,
@@ -201,26 +307,26 @@ class Run:
     # ------------------------------------------------------------------------------------------------ training
 
     def updates(self, *, updates: int | None = None, epochs: int | None = None) -> Iterator[Update]:
-        """Train and yield every `Update`; the body of the loop runs between updates. Collective.
+        """Train and yield every `Update`; the body of the loop belongs to its update. Collective.
+
+        A checkpoint is written when the loop asks for the next update, so the body runs at least once.
 
         Args:
             updates: Stop when so many updates were made since the run began.
             epochs: Stop when so many epochs were made. Exactly one of the two.
+
+        Raises:
+            Stopped: a stop was asked for (a signal, `stop()`): the checkpoint is written.
         """
-        if (updates is None) == (epochs is None):
-            raise UsageError("updates() takes exactly one of updates= and epochs=.", fix=["run.updates(epochs=10)"])
-        for name, value in (("updates", updates), ("epochs", epochs)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r}: a whole number, at least 1.", fix=[f"run.updates({name}=10)"])
-        self.total = updates if updates is not None else self.number + self._updates_left(epochs or 0)
-        return self._train(self.total)
+        total = self._total(updates, epochs, "updates")
+        return self._loop(total, self._train(total))
 
     def epochs(self, epochs: int) -> Iterator[Epoch]:
         """Yield each `Epoch`; iterate it for its updates, read its exact means afterwards. Collective."""
         updates = self.updates(epochs=epochs)
         while self.cursor.epoch < epochs:
             number = self.cursor.epoch
-            epoch = Epoch(number, self._until_epoch_ends(updates, number))
+            epoch = Epoch(number, self._until_epoch_ends(updates, number), self._epoch_sums)
             yield epoch
             for _ in epoch:  # a body that did not iterate (or broke off) still gets its epoch made
                 pass
@@ -234,8 +340,62 @@ class Run:
                 metrics=epoch.metrics,
                 seconds=epoch.seconds,
             )
+            self._epoch_sums = Sums()
         for _ in updates:  # let the loop end in its own words
             pass
+
+    def batches(self, *, batches: int | None = None, epochs: int | None = None) -> Iterator[Batch]:
+        """Yield global batches for `step`: several optimizers in turns, or several updates per batch. Collective.
+
+        Args:
+            batches: Stop when so many batches were used since the run began.
+            epochs: Stop when so many epochs were used. Exactly one of the two.
+        """
+        total = self._total(batches, epochs, "batches")
+        return self._loop(total, self._feed_batches(total))
+
+    def step(self, batch: Batch, *, loss_fn: Callable[..., Any] | None = None, optimizer: str | None = None) -> Update:
+        """One update on a batch of `batches`. Collective.
+
+        Args:
+            loss_fn: Gets what the run was given (one model, or all of them by name); by default the run's own.
+            optimizer: Which one, where there are several: only its parameters receive gradients.
+        """
+        portion = batch.portion
+        self._portions = {self.number: portion, **dict([*self._portions.items()][:1])}
+        line = self.profile.at(self.number, self._out.folder.path, self.rank)
+        if line:
+            self._out.console.say(line)
+        update = self.engine.step_parts(
+            batch.parts,
+            portion.rows,
+            all_delivered=self.config.on_bad_sample == "raise",
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+        )
+        update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
+        self._out.update(update, portion.rows, self._batches + 1, self.total)
+        return update
+
+    def stop(self, reason: str = "run.stop() was called") -> None:
+        """Ask for a stop: the next time the loop asks for an update, every rank saves and raises `Stopped`.
+
+        May be called on one rank alone; no communication of its own.
+        """
+        self._stop_reason = reason
+        self.engine.asks_to_stop = 1.0
+
+    def _total(self, count: int | None, epochs: int | None, word: str) -> int:
+        if (count is None) == (epochs is None):
+            raise UsageError(f"{word}() takes exactly one of {word}= and epochs=.", fix=[f"run.{word}(epochs=10)"])
+        for name, value in ((word, count), ("epochs", epochs)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r}: a whole number, at least 1.", fix=[f"run.{word}({name}=10)"])
+        if count is not None:
+            return count
+        done = self.cursor.offset // self.config.global_batch_size
+        left = sum(self.feed.updates_in(epoch) for epoch in range(self.cursor.epoch, epochs or 0)) - done
+        return self._batches + left
 
     def _until_epoch_ends(self, updates: Iterator[Update], number: int) -> Iterator[Update]:
         while self.cursor.epoch == number:
@@ -244,37 +404,95 @@ class Run:
                 return
             yield update
 
-    def _updates_left(self, epochs: int) -> int:
-        done = self.cursor.offset // self.config.global_batch_size
-        return sum(self.feed.updates_in(epoch) for epoch in range(self.cursor.epoch, epochs)) - done
-
     def _train(self, total: int) -> Iterator[Update]:
-        began = time.perf_counter()
-        all_delivered = self.config.on_bad_sample == "raise"
+        for batch in self._feed_batches(total):
+            update = self.step(batch)
+            if batch.ends_epoch:
+                # The schedule's epoch is over before the body sees its last update.
+                self.engine.settle()
+                for target in self.engine.targets.values():
+                    target.schedule.after_epoch()
+            yield update
+
+    def _feed_batches(self, total: int) -> Iterator[Batch]:
+        """The batches up to number `total`; between two of them the requests (to stop, to save) are looked at."""
+        for portion in self.feed.portions(self.cursor, updates=max(0, total - self._batches)):
+            parts = [
+                (number, piece.rows, self._prepared(piece.batch, number))
+                for (number, _), piece in zip(self.engine.cut.numbered(portion.rows), portion.pieces)
+                if piece.rows
+            ]
+            for row, text in portion.skipped:
+                self._report("bad_row", self.number, {"row": row, "error": text})
+            # From here on the batch counts as used: its body may save.
+            self.cursor, before = portion.next, self.number
+            self._batches += 1
+            yield Batch(portion, parts)
+            if self.number == before and self.engine.asks_to_stop:
+                self._save_and_stop()  # a batch without an update: nothing carries the request to other ranks
+            self._between()
+
+    def _loop(self, total: int, items: Iterator[Any]) -> Iterator[Any]:
+        """Around a loop: schedules are built and shown, signals ask for a stop, and the end is written down."""
+        began, self.total, self._loop_ended = time.perf_counter(), total, False
+        steps = total - self._batches
+        for target in self.engine.targets.values():
+            target.schedule.build(total)
+        if steps > 0:
+            self._show_schedules(steps)
+        self._saved_at = (self.number, time.monotonic())
         try:
-            for portion in self.feed.portions(self.cursor, updates=max(0, total - self.number)):
-                self._portions = {self.number: portion, **dict([*self._portions.items()][:1])}
-                parts = [
-                    (number, piece.rows, self._prepared(piece.batch, number))
-                    for (number, _), piece in zip(self.engine.cut.numbered(portion.rows), portion.pieces)
-                    if piece.rows
-                ]
-                update = self.engine.step_parts(parts, portion.rows, all_delivered=all_delivered)
-                update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
-                for row, text in portion.skipped:
-                    self._report("bad_row", update.number, {"row": row, "error": text})
-                if portion.ends_epoch:
-                    self.engine.settle()
-                    for target in self.engine.targets.values():
-                        target.schedule.after_epoch()
-                self.cursor = portion.next
-                self.number += 1
-                self._out.update(update, portion.rows, total)
-                yield update
+            with stop_signals(self._asked_by_signal):
+                yield from items
             self.engine.settle()
-            self._out.folder.event("finish", update=self.number - 1, updates=self.number, seconds=_since(began))
+            self._loop_ended = True
+            line = self.profile.stop(self._out.folder.path, self.rank)
+            if line:
+                self._out.console.say(line)
+            if steps > 0:
+                if self.config.save_every is not None:
+                    self._save(self.number)
+                self._out.folder.event("finish", update=self.number - 1, updates=self.number, seconds=_since(began))
         finally:
-            self._out.finish_loop(total)
+            self._out.finish_loop(self.total)
+
+    def _asked_by_signal(self, name: str) -> None:
+        self._out.console.say(f"{name}: stops after this update and saves" + _HOW_NOW.get(name, ""))
+        self.stop(name)
+
+    def _between(self) -> None:
+        """The loop asked for more: what was requested is done now, on all ranks alike."""
+        stop, save = self.engine.agreed()
+        if stop:
+            self._save_and_stop()
+        number, when = self._saved_at
+        due = self._every is not None and self.number // self._every > number // self._every
+        if self._every_seconds is not None and self.is_main and time.monotonic() - when >= self._every_seconds:
+            # Clocks differ between ranks: rank 0's decides, and the request travels with the next update.
+            self.engine.asks_to_save = 1.0
+            self._saved_at = (number, time.monotonic())
+        if due or save:
+            self._save(self.number)
+
+    def _save_and_stop(self) -> None:
+        reasons = [reason for reason in comm.all_gather(self._stop_reason) if reason]
+        reason = reasons[0] if reasons else "a stop was asked for"
+        self._save(self.number)
+        self._out.folder.event("stop", update=self.number - 1, reason=reason)
+        self._out.console.say(f"stopped after update {self.number - 1} ({reason}); start it again to continue")
+        raise Stopped(reason)
+
+    def _show_schedules(self, steps: int) -> None:
+        if not self.is_main:
+            return
+        for name, target in self.engine.targets.items():
+            schedule = target.schedule
+            if schedule.scheduler is None:
+                continue
+            count = steps if schedule.by == "update" else max(1, round(steps / max(1, self.feed.updates_in(0))))
+            first, last, highest, ends = schedule.preview(count)
+            line = lr_line(first, last, steps, peak=highest, schedule_updates=ends if schedule.by == "update" else None)
+            self._out.console.say(f"{name}: {line}" if name else line)
 
     def _prepared(self, batch: Any, number: int) -> Any:
         if self.config.prepare is None:
@@ -312,17 +530,13 @@ class Run:
             model: Another module to evaluate; by default the run's model.
             batch_size: Rows at once on one rank; by default the training's largest piece, at least 64.
         """
-        if batch_size is None:
-            pieces = self.engine.cut.pieces(self.config.global_batch_size)
-            batch_size = max([64, *(stop - start for start, stop in pieces)])
-        elif isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise UsageError(f"batch_size={batch_size!r}: a whole number of rows, at least 1.", fix=["batch_size=256"])
         began = time.perf_counter()
         means, rows = evaluate(
-            model if model is not None else self.model,
+            self.engine.model if model is None else model,
+            self.model if model is None else model,
             dataset,
             metric_fn if metric_fn is not None else self._loss_fn(),
-            batch_size=batch_size,
+            batch_size=self._rows_at_once(batch_size),
             group=self.group,
             device=self.device,
             autocast=self.engine.autocast,
@@ -335,9 +549,109 @@ class Run:
         self._out.log({f"evaluate/{name}": value for name, value in means.items()}, self.number)
         return means
 
+    def predict(self, dataset: Any, fn: Callable[..., torch.Tensor], *, batch_size: int | None = None) -> torch.Tensor:
+        """`fn(model, batch)` for every row: one CPU tensor, rows in dataset order, on every rank. Collective.
+
+        Leaves no trace, as `evaluate`.
+        """
+        return predict(
+            self.engine.model,
+            self.model,
+            dataset,
+            fn,
+            batch_size=self._rows_at_once(batch_size),
+            group=self.group,
+            device=self.device,
+            autocast=self.engine.autocast,
+            randomness=self.engine.randomness,
+            collate_fn=self.config.collate_fn,
+            num_workers=self.config.num_workers,
+            seed=self.config.seed,
+        )
+
+    def _rows_at_once(self, batch_size: int | None) -> int:
+        if batch_size is None:
+            pieces = self.engine.cut.pieces(self.config.global_batch_size)
+            return max([64, *(stop - start for start, stop in pieces)])
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise UsageError(f"batch_size={batch_size!r}: a whole number of rows, at least 1.", fix=["batch_size=256"])
+        return batch_size
+
+    def register(self, name: str, thing: Any) -> None:
+        """Save and restore an object with state_dict() and load_state_dict() together with the run.
+
+        After a resume its saved state is loaded at once. Called on all ranks.
+        """
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f"register({name!r}): a {type(thing).__name__} has no state_dict() and load_state_dict().",
+                fix=["run.state[name] = value keeps JSON values"],
+            )
+        self._registered[name] = thing
+        if name in self._waiting:
+            thing.load_state_dict(self._waiting.pop(name))
+
+    def save(self, name: str) -> None:
+        """A checkpoint under a name of its own, which is kept: `run.save("best")`. Collective."""
+        with self.group.call("save"):
+            self._save(name)
+
+    def load(self, name: str) -> None:
+        """Put everything back to the checkpoint saved under `name`, the data position included. Collective."""
+        with self.group.call("load"):
+            self._restore(self.checkpoints.load(self.checkpoints.path(name))[0])
+
+    def export(self, path: str | os.PathLike[str], *, model: torch.nn.Module | None = None) -> None:
+        """Weights with plain names as safetensors: of the run's model, or `model=run.ema`. Collective."""
+        with self.group.call("export"):
+            export_weights(self.engine.model if model is None else model, Path(path))
+
+    def _save(self, name: str | int) -> None:
+        began = time.perf_counter()
+        states = {
+            "engine": self.engine.state_dict(),
+            "registered": {key: thing.state_dict() for key, thing in self._registered.items()} | self._waiting,
+            "random": {
+                # Between updates a user's own draws go on where they were. All ranks continue from rank 0's.
+                "python": random.getstate(),
+                "numpy": numpy.random.get_state(legacy=False),
+                "torch": self.engine.randomness.save(),
+            },
+            "run": {
+                "cursor": [self.cursor.epoch, self.cursor.offset],
+                "batches": self._batches,
+                "state": self.state,
+                "epoch": self._epoch_sums.state_dict(),
+            },
+        }
+        about = {"update": self.number, "identity": self.identity, "fingerprint": self.engine.fingerprint()}
+        for note in self.checkpoints.save(name, states, about):
+            self._out.console.say(note)
+        if isinstance(name, int):
+            self._saved_at = (self.number, time.monotonic())
+        path = str(self.checkpoints.path(name))
+        self._out.folder.event("checkpoint", update=self.number - 1, path=path, seconds=_since(began))
+
+    def _restore(self, states: Mapping[str, Any]) -> None:
+        run, drawn = states["run"], states["random"]
+        self.engine.load_state_dict(states["engine"])
+        self.cursor, self._batches = Cursor(*run["cursor"]), run["batches"]
+        self.state = run["state"]
+        self._epoch_sums.load_state_dict(run["epoch"])
+        self._waiting = dict(states["registered"])
+        for key, thing in self._registered.items():
+            if key in self._waiting:
+                thing.load_state_dict(self._waiting.pop(key))
+        random.setstate(drawn["python"])
+        numpy.random.set_state(drawn["numpy"])
+        if len(drawn["torch"]) == len(self.engine.randomness.generators):  # another kind of device has its own
+            self.engine.randomness.restore(drawn["torch"])
+
     def _loss_fn(self) -> MetricFn:
         if self.engine.loss_fn is None:
-            raise UsageError("evaluate needs a metric_fn: the run has no loss_fn of its own.", fix=["evaluate(data, fn)"])
+            raise UsageError(
+                "evaluate needs a metric_fn: the run has no loss_fn of its own.", fix=["evaluate(data, fn)"]
+            )
         return self.engine.loss_fn
 
     def print(self, *values: object) -> None:
@@ -362,6 +676,9 @@ class Run:
         self._closed = True
         atexit.unregister(self.close)
         self.feed.close()
+        if self._loop_ended and self.is_main and getattr(sys, "last_value", None) is None:
+            # The loop came to its end and no exception ended the script: there is nothing to continue.
+            (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
         try:
             self.engine.close()
         finally:
@@ -373,6 +690,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._loop_ended = False
         if error is not None and not isinstance(error, SystemExit):
             self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
         self.close()
@@ -405,6 +724,9 @@ def _in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:
     if kind == "bad_row":
         return f"row {fields['row']} left out: {fields['error']}"
     return ""
+
+
+_HOW_NOW = {"SIGINT": "; Ctrl-C again stops now", "SIGTERM": "; a second one stops now"}
 
 
 def _since(began: float) -> float:

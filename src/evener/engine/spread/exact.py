@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.engine.cut import share
+from evener.dist.info import share
 from evener.engine.spread import Tensors, existing, no_wait
 from evener.engine.spread.single import Single
 

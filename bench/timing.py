@@ -1,0 +1,64 @@
+"""Timing that survives a busy machine: contestants take turns in short blocks, and only neighbours are compared."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Clock = Callable[[], float]
+cpu_clock: Clock = time.process_time  # one process, one thread, nothing waited for: immune to other people's load
+wall_clock: Clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds per update, one entry per round; the entries of one round were measured next to each other."""
+
+    seconds: Mapping[str, list[float]]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def ratio(self, name: str, other: str) -> float:
+        """Median over rounds of name / other: below 1 where `name` is faster."""
+        return statistics.median(a / b for a, b in zip(self.seconds[name], self.seconds[other]))
+
+    def added(self, name: str, other: str) -> float:
+        """Median over rounds of name - other, in seconds per update."""
+        return statistics.median(a - b for a, b in zip(self.seconds[name], self.seconds[other]))
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[], object]],
+    *,
+    updates: int,
+    rounds: int,
+    warm_up: int,
+    clock: Clock = cpu_clock,
+    between: Callable[[], object] = lambda: None,
+) -> Timings:
+    """Blocks of `updates` calls of every contestant in turn, `rounds` times; every second round runs backwards.
+
+    between: called before and after each block, inside the clock (a barrier, where several ranks take part).
+    """
+    for call in contestants.values():
+        for _ in range(warm_up):
+            call()
+    gc.collect()
+    gc.freeze()  # what is imported by now is not looked through again in somebody's block
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds):
+        names = list(contestants)
+        for name in reversed(names) if number % 2 else names:
+            call = contestants[name]
+            between()
+            began = clock()
+            for _ in range(updates):
+                call()
+            between()
+            seconds[name].append((clock() - began) / updates)
+    gc.unfreeze()
+    return Timings(seconds)

@@ -1,0 +1,249 @@
+"""Any nested state becomes (a JSON tree, {name: tensor}) and back, without pickle.
+
+What JSON has stands for itself. The rest is an object with one key that starts with "$": {"$tuple": [...]},
+{"$tensor": name}. A dict with such keys of its own, or with keys that are not strings, is written as a list of pairs.
+Tensors that are the same view of the same memory (tied weights) are written once and come back as one tensor.
+OrderedDict and defaultdict come back as dict; tensors come back on the CPU, without a gradient.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from evener.checkpoint.problems import CheckpointError
+from evener.checkpoint.tensors import CODES
+
+_DEEPEST = 100  # levels; beyond it a state contains itself, or would exhaust the stack of a JSON reader
+_NUMPY_KINDS = "biufcSUmM"  # numpy dtypes that are plain bytes: no objects, no structures
+_KEYS = (str, int, bool, float, type(None), tuple)
+
+
+def encode(state: Any, path: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+    """The JSON tree of `state` and its tensors by name. The tensors are `state`'s own memory, not copies.
+
+    Args:
+        state: dicts, lists, tuples, sets, None, bool, int, float, str, bytes, range, numpy scalars and arrays, tensors,
+            torch.dtype, torch.device, torch.Size, nested in any way.
+        path: What the names inside the state begin with.
+
+    Raises:
+        CheckpointError: something else is inside; the error names the path to it.
+    """
+    encoder = _Encoder()
+    return encoder.tree(state, path, 0), encoder.tensors
+
+
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The state that `encode` was given. Builds nothing but the types listed there, whatever the tree says.
+
+    Raises:
+        CheckpointError: the tree was not made by `encode`, or a tensor is missing.
+    """
+    try:
+        return _Decoder(tensors).state(tree)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            "The manifest holds something that evener does not write.", evidence=[f"{type(error).__name__}: {error}"]
+        ) from None
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._seen: dict[tuple[Any, ...], str] = {}
+
+    def tree(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            # Python refuses to read decimal numbers of more than 4300 digits.
+            return value if value.bit_length() <= 64 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if depth > _DEEPEST:
+            raise CheckpointError(
+                f"{path[:60]}... is nested more than {_DEEPEST} levels deep.", fix=["does a part of it contain itself?"]
+            )
+        if kind in (dict, OrderedDict, defaultdict):
+            return self._dict(value, path, depth)
+        if kind is list:
+            return self._items(value, path, depth)
+        if kind is tuple:
+            return {"$tuple": self._items(value, path, depth)}
+        if kind in (set, frozenset):
+            items = [self._key(item, path, depth) for item in value]
+            return {f"${kind.__name__}": sorted(items, key=json.dumps)}
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if kind is range:
+            return {"$range": [self.tree(n, path, depth) for n in (value.start, value.stop, value.step)]}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.generic | np.ndarray):
+            return self._numpy(value, path)
+        if kind is torch.Size:
+            return {"$size": list(value)}
+        if kind is torch.dtype:
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {"$device": str(value)}
+        raise _refused(value, path)
+
+    def _items(self, values: Any, path: str, depth: int) -> list[Any]:
+        return [self.tree(value, f"{path}.{i}", depth + 1) for i, value in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        plain = all(type(key) is str and not key.startswith("$") for key in value)
+        if plain:
+            return {key: self.tree(item, f"{path}.{key}" if path else key, depth + 1) for key, item in value.items()}
+        pairs = []
+        for key, item in value.items():
+            inner = f"{path}.{key}" if path else str(key)
+            pairs.append([self._key(key, inner, depth), self.tree(item, inner, depth + 1)])
+        return {"$dict": pairs}
+
+    def _key(self, key: Any, path: str, depth: int) -> Any:
+        for part in key if type(key) is tuple else (key,):
+            if type(part) not in _KEYS:
+                raise _refused(part, f"a key or member of {path}")
+        return self.tree(key, path, depth + 1)
+
+    def _store(self, tensor: torch.Tensor, path: str) -> str:
+        wanted = name = (path or "tensor").encode("utf-8", "backslashreplace").decode()
+        count = 1
+        while name in self.tensors or name == "__metadata__":  # {"a.b": x, "a": {"b": y}}; a word of safetensors
+            count += 1
+            name = f"{wanted}#{count}"
+        self.tensors[name] = tensor
+        return name
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        if (
+            type(value) not in (torch.Tensor, torch.nn.Parameter)
+            or value.layout is not torch.strided
+            or value.is_quantized
+        ):
+            raise _refused(value, path)
+        if value.is_meta:
+            raise CheckpointError(
+                f"{path} is on the meta device: it has no values.", fix=["materialise the model first"]
+            )
+        value = value.detach().resolve_conj().resolve_neg()
+        view = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        name = self._seen.get(view) if value.numel() else None
+        native = value.dtype in CODES
+        if name is None:
+            try:
+                name = self._store(value if native else value.contiguous().reshape(-1).view(torch.uint8), path)
+            except RuntimeError:  # a dtype without a byte view
+                raise _refused(value, path) from None
+            if value.numel():
+                self._seen[view] = name
+        if native:
+            return {"$tensor": name}
+        return {"$tensor": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+
+    def _numpy(self, value: Any, path: str) -> Any:
+        scalar = isinstance(value, np.generic)
+        if (
+            value.dtype.kind not in _NUMPY_KINDS
+            or not value.dtype.itemsize
+            or not (scalar or type(value) is np.ndarray)
+        ):
+            raise _refused(value, path)
+        if scalar:
+            return {"$numpy": value.dtype.str, "bytes": base64.b64encode(value.tobytes()).decode()}
+        data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
+        return {"$array": self._store(data, path), "dtype": value.dtype.str, "shape": list(value.shape)}
+
+
+def _refused(value: Any, path: str) -> CheckpointError:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    article = "an" if name[0] in "aeiou" else "a"
+    if isinstance(value, torch.Tensor):
+        name += f" ({value.layout}, {value.dtype})"
+    fix = ["keep numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays and tensors in a state"]
+    base = next((one for one in (bool, int, float, str, bytes, tuple, list, dict) if isinstance(value, one)), None)
+    if base is not None:
+        fix.insert(0, f"save {base.__name__}(value) instead: nothing may come back as another type than it was")
+    return CheckpointError(f"{path or 'the state'} is {article} {name}: a checkpoint cannot hold it.", fix=fix)
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._viewed: dict[str, torch.Tensor] = {}  # tensors stored as bytes, made once: tied ones stay tied
+
+    def state(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.state(item) for item in tree]
+        if not isinstance(tree, dict):
+            return tree
+        tag = next((key for key in tree if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.state(item) for key, item in tree.items()}
+        return self._tagged(tag, tree[tag], tree)
+
+    def _tagged(self, tag: str, value: Any, tree: dict[str, Any]) -> Any:
+        match tag:
+            case "$tuple":
+                return tuple(self.state(value))
+            case "$dict":
+                return {self.state(key): self.state(item) for key, item in value}
+            case "$set":
+                return set(self.state(value))
+            case "$frozenset":
+                return frozenset(self.state(value))
+            case "$int":
+                return int(value, 16)
+            case "$float":
+                return float(value)
+            case "$bytes":
+                return base64.b64decode(value, validate=True)
+            case "$range":
+                return range(*self.state(value))
+            case "$size":
+                return torch.Size(value)
+            case "$dtype":
+                return _dtype(value)
+            case "$device":
+                return torch.device(value)
+            case "$tensor":
+                return self._tensor(value, tree)
+            case "$array":
+                data = self._tensors[value].clone().numpy()  # a copy is aligned, and does not hold the file
+                return data.view(_numpy_dtype(tree["dtype"])).reshape(tree["shape"])
+            case "$numpy":
+                return np.frombuffer(base64.b64decode(tree["bytes"], validate=True), _numpy_dtype(value))[0]
+        raise ValueError(f"unknown tag {tag!r}")
+
+    def _tensor(self, name: str, tree: dict[str, Any]) -> torch.Tensor:
+        if "dtype" not in tree:
+            return self._tensors[name]
+        if name not in self._viewed:
+            self._viewed[name] = self._tensors[name].clone().view(_dtype(tree["dtype"])).reshape(tree["shape"])
+        return self._viewed[name]
+
+
+def _dtype(name: str) -> torch.dtype:
+    value = getattr(torch, name, None)
+    if not isinstance(value, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return value
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMPY_KINDS or not dtype.itemsize:
+        raise ValueError(f"unknown numpy dtype {name!r}")
+    return dtype

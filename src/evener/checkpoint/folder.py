@@ -1,0 +1,127 @@
+"""The checkpoints of one run: numbered by update, the newest few kept, and named ones that stay."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evener.checkpoint import store
+from evener.checkpoint.agree import on_all, on_main
+from evener.checkpoint.manifest import check
+from evener.checkpoint.problems import CheckpointError
+from evener.errors import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_NUMBERED = re.compile(r"update-(0|[1-9][0-9]*)")
+
+
+class Checkpoints:
+    """A folder of checkpoints, written by rank 0 and read by every rank.
+
+    Every method, the constructor included, is called on all ranks with the same arguments. What rank 0 did or why it
+    failed is told to all (one broadcast of JSON; the others wait in it): they go on together or raise the same error.
+
+    Args:
+        folder: Made when it is missing. It has one writer at a time: the run that owns it.
+        keep: How many numbered checkpoints stay; named ones are never removed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise UsageError(f"keep={keep!r}: how many checkpoints stay is an integer of at least 1.")
+        self.folder = Path(os.path.abspath(folder))
+        self.keep = keep
+        on_main(self._start)
+
+    def path(self, which: int | str) -> Path:
+        """The directory of update `which`, or of the checkpoint with that name. No communication."""
+        if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
+            return self.folder / f"update-{which}"
+        if not isinstance(which, str) or not _NAME.fullmatch(which) or _NUMBERED.fullmatch(which):
+            raise UsageError(
+                f"{which!r} cannot be the name of a checkpoint.",
+                fix=['letters, digits, "_", "-" and ".", not "." or "-" first; update-<number> is taken by numbers'],
+            )
+        return self.folder / which
+
+    def save(self, which: int | str, states: Mapping[str, Any] | None, about: Mapping[str, Any]) -> list[str]:
+        """Write one; then remove numbered ones beyond `keep`. Returns notes to show: what could not be removed.
+
+        Args:
+            which: The update's number, or a name; an existing one is replaced.
+            states: See `store.write`; only rank 0's are written, other ranks may pass None.
+            about: JSON values that tell what it is.
+
+        Raises:
+            CheckpointError: on all ranks; the checkpoints that were there are still there.
+        """
+        path = self.path(which)
+
+        def act() -> list[str]:
+            store.write(path, states or {}, about=about)
+            return self._prune(int(which) if isinstance(which, int) else None)
+
+        return on_main(act)
+
+    def newest(self) -> tuple[Path | None, list[str]]:
+        """The numbered checkpoint with the highest number that is whole, every byte checked (by rank 0), or None.
+
+        Also notes to show: each newer one that is refused, with the reason.
+        """
+
+        def act() -> tuple[str | None, list[str]]:
+            notes: list[str] = []
+            for path in self._numbered():
+                try:
+                    check(path)
+                except CheckpointError as error:
+                    notes.append(f"checkpoint {path.name} is refused: {error.cause}")
+                    continue
+                if notes:
+                    notes.append(f"checkpoint {path.name} is used instead")
+                return str(path), notes
+            if notes:
+                notes.append("no earlier checkpoint is there")
+            return None, notes
+
+        path, notes = on_main(act)
+        return Path(path) if path else None, notes
+
+    def load(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(states, about), read and checked by every rank from its own view of the disk; see `store.read`."""
+        return on_all(lambda: store.read(path))
+
+    def names(self) -> list[str]:
+        """What is there, numbered ones first, newest first. Read from this rank's disk; no communication."""
+        numbered = [path.name for path in self._numbered()]
+        return numbered + sorted({path.name for path in self._directories()} - set(numbered))
+
+    def _start(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in store.leftovers(self.folder):
+                store.recover(self.folder / name)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot hold checkpoints: {error.strerror or error}.") from error
+
+    def _directories(self) -> list[Path]:
+        return [path for path in self.folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+
+    def _numbered(self) -> list[Path]:
+        """Newest first."""
+        found = [path for path in self._directories() if _NUMBERED.fullmatch(path.name)]
+        return sorted(found, key=lambda path: -int(path.name.removeprefix("update-")))
+
+    def _prune(self, written: int | None) -> list[str]:
+        notes = []
+        # The one just written stays even when others have higher numbers (an earlier one was loaded and continued).
+        old = [path for path in self._numbered() if path.name != f"update-{written}"]
+        for path in old[self.keep - (written is not None) :]:
+            try:
+                store.remove(path)
+            except OSError as error:
+                notes.append(f"checkpoint {path.name} could not be removed: {error.strerror or error}")
+        return notes

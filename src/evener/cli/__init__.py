@@ -1,0 +1,67 @@
+"""The `evener` command: one file per verb, each importing its room only when it is called.
+
+So that `evener --help` costs what the standard library costs, and a verb that needs no torch never waits for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from evener.errors import EvenerError, UsageError, nearest
+
+# verb -> its line in the help. Each is a module of this package with `main(argv) -> exit code`.
+VERBS = {
+    "run": "start a script on every GPU (or N CPU processes) of this machine, and stay until it has ended",
+}
+
+HELP = """\
+usage: evener <verb> [options]
+
+  {verbs}
+
+  evener <verb> --help    what the verb does, its options, examples
+  evener --version
+
+examples:
+  evener run train.py --lr 0.1              one process per visible GPU
+  evener run --nproc 2 --cpu train.py       two processes on the CPU
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit code. A user's mistake is a message, never a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except EvenerError as error:
+        print(f"evener: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    first = words[0] if words else ""
+    if first in ("-h", "--help", ""):
+        print(HELP.format(verbs="\n  ".join(f"{verb:<8}  {line}" for verb, line in VERBS.items())), end="")
+        return 0 if first else UsageError.exit_code
+    if first == "--version":
+        from evener import __version__
+
+        print(f"evener {__version__}")
+        return 0
+    if first not in VERBS:
+        raise _not_a_verb(first)
+    import importlib
+
+    verb = importlib.import_module(f"evener.cli.{first}")
+    return int(verb.main(words[1:]))
+
+
+def _not_a_verb(word: str) -> UsageError:
+    if word.endswith(".py"):
+        return UsageError(f"{word!r} is a script, not a verb.", fix=[f"evener run {word}"])
+    close = nearest(word, [*VERBS, "--help", "--version"])
+    fix = [f"evener {close}"] if close else []
+    return UsageError(f"{word!r} is not a verb of evener.", fix=[*fix, f"verbs: {', '.join(VERBS)}; evener --help"])

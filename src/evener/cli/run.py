@@ -1,0 +1,195 @@
+"""`evener run`: the command line of the launch room."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from evener.errors import LaunchError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from evener.launch.command import Request
+
+DESCRIPTION = """\
+Start SCRIPT once per GPU of this machine (or N times), as `python SCRIPT` would run it, and stay until all have ended.
+Any PyTorch script runs unchanged: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by torchrun.
+Rank 0 is shown here; every rank has a log file. When a rank fails, its error is named first, and the exit code is its.
+"""
+
+EXAMPLES = """\
+Everything after SCRIPT (or after -m MODULE) belongs to the script.
+
+examples:
+  evener run train.py --lr 0.1                      one process per visible GPU; one if there is none
+  evener run --nproc 2 --cpu train.py               two processes on the CPU
+  evener run --nproc 4 -m mypackage.train --lr 0.1  a module, as with `python -m`
+  evener run --set microbatch_size=8 train.py       override a keyword of the script's first evener.Run
+  evener run --dry-run train.py                     print the command and the environment, start nothing
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors as UsageError instead of a usage dump."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}.", fix=["evener run --help"])
+
+
+def parser() -> Parser:
+    options = Parser(
+        prog="evener run",
+        usage="evener run [options] SCRIPT [ARGS ...]\n       evener run [options] -m MODULE [ARGS ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    add("-m", metavar="MODULE", dest="module", help="run a module instead of a script file")
+    add("--nproc", metavar="N", help="how many processes (default: one per visible GPU, or 1 without a GPU)")
+    add("--cpu", action="store_true", help="run on the CPU and hide the GPUs from all processes")
+    add("--log-dir", metavar="DIR", default=os.path.join("runs", "logs"), help="logs go to DIR/<time>-<script>-<id>/")
+    add(
+        "--tee",
+        choices=("rank0", "all", "none"),
+        default="rank0",
+        help="which ranks to show here; all of them have log files (default: rank0)",
+    )
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="a keyword of evener.Run, above the script's own; VALUE is JSON or a plain word; repeatable",
+    )
+    add("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    options = parser()
+    own, target = split(argv, options)
+    given = options.parse_args(own)
+    request = to_request(given, target)
+
+    import secrets
+    import time
+
+    from evener.launch import command, machine
+    from evener.plan.handed import VARIABLE
+
+    run_id = command.name_run(request.script, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2))
+    facts = machine.look(os.environ, gpus=not request.cpu)
+    launch = command.decide(request, facts, os.environ, run_id=run_id, cwd=os.getcwd())
+    if given.dry_run:
+        print(*(f"# {note}" for note in launch.notes), sep="\n")
+        print(f"# logs: {launch.logs}")
+        print(f"# {VARIABLE} holds: {launch.plan.to_json()}")
+        print(launch.command)
+        return 0
+
+    if os.name != "posix":
+        fix = ["run one process with `python script.py`"]
+        raise LaunchError("`evener run` starts processes on Linux and macOS only.", fix=fix)
+    from evener.launch.supervise import supervise
+
+    ending = supervise(launch, os.environ)
+    if ending.error is not None:
+        print(f"evener: {ending.error}", file=sys.stderr)
+    return ending.exit_code
+
+
+def split(argv: list[str], options: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """evener's own words, and the script with its arguments.
+
+    By hand, because argparse takes the value of a misspelt option for the script, and options of the script for ours.
+    """
+    takes_value = {
+        name: action.nargs is None and not isinstance(action, argparse._HelpAction | argparse._StoreTrueAction)
+        for action in options._actions
+        for name in action.option_strings
+    }
+    i = 0
+    while i < len(argv):
+        word = argv[i]
+        if word == "--":
+            return argv[:i], argv[i + 1 :]
+        if not word.startswith("-") or word == "-":
+            return argv[:i], argv[i:]
+        name, equals, _ = word.partition("=")
+        if name not in takes_value:
+            close = nearest(name, takes_value)
+            raise UsageError(
+                f"{name} is not an option of `evener run`.",
+                fix=[*([f"{close}"] if close else []), "options of the script go after the script; evener run --help"],
+            )
+        i += 1 if equals or not takes_value[name] else 2
+        if name == "-m":  # what follows the module belongs to it
+            return argv[:i], argv[i:]
+    return argv, []
+
+
+def to_request(given: argparse.Namespace, target: list[str]) -> Request:
+    from evener.launch.command import Request
+
+    if given.module is not None:
+        script, args = given.module, target[1:] if target[:1] == ["--"] else target
+    elif target:
+        script, args = target[0], target[1:]
+        check_script(script)
+    else:
+        raise UsageError("evener run: which script?", fix=["evener run SCRIPT [ARGS ...], or -m MODULE; --help"])
+    return Request(
+        script=script,
+        args=tuple(args),
+        module=given.module is not None,
+        nproc=None if given.nproc is None else to_count(given.nproc),
+        cpu=given.cpu,
+        logs=given.log_dir,
+        tee=given.tee,
+        overrides=dict(to_override(word) for word in given.set),
+    )
+
+
+def to_count(word: str) -> int:
+    if re.fullmatch(r"[+-]?\d+", word):
+        return int(word)
+    fix = ["--nproc N, a whole number of processes"]
+    if word in ("gpu", "auto"):
+        fix = ["leave --nproc out: one process per visible GPU is the default"]
+    elif word == "cpu":
+        fix = ["--cpu --nproc N: N processes on the CPU"]
+    raise UsageError(f"--nproc {word} is not a number.", fix=fix)
+
+
+def to_override(word: str) -> tuple[str, Any]:
+    key, equals, text = word.partition("=")
+    if not equals or not key.isidentifier():
+        raise UsageError(f"--set {word}: not KEY=VALUE.", fix=["--set microbatch_size=8"])
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        return key, text
+
+
+def check_script(path: str) -> None:
+    """The script is a file; otherwise one error here instead of one per rank."""
+    if os.path.isfile(path):
+        return
+    if os.path.isdir(path):
+        raise UsageError(f"{path} is a folder.", fix=["give the script in it, or a package with -m"])
+    folder, name = os.path.split(path)
+    if folder and not os.path.isdir(folder):
+        raise UsageError(f"There is no script {path}.", evidence=[f"there is no folder {folder} either"])
+    scripts = sorted(one for one in os.listdir(folder or ".") if one.endswith(".py"))
+    close = nearest(name, scripts) or nearest(f"{name}.py", scripts)
+    fix = [f"evener run {os.path.join(folder, close)}"] if close else []
+    if re.fullmatch(r"\w+(\.\w+)+", path) and not path.endswith(".py"):
+        fix.append(f"evener run -m {path}, if it is a module")
+    raise UsageError(
+        f"There is no script {path}.", fix=fix or [f"in that folder: {', '.join(scripts) or 'no .py file'}"]
+    )

@@ -1,0 +1,86 @@
+"""The data position and its algebra: integers only, free of rank, world size and worker count.
+
+An epoch of `length` rows is cut into updates of `global_batch_size` rows. An update never crosses the end of an epoch:
+the last one is shorter, or with `drop_last` the rest is left out. So from the start of an epoch
+
+    updates = length // G             (drop_last)        rows of an update = G, always
+    updates = ceil(length / G)        (otherwise)        the last one has length - (updates - 1) * G
+
+A cursor may stand at any offset, not only at multiples of G: a run may resume with another global batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from evener.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where the next update starts: the epoch, and how many rows of its order are already used."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+def updates_in(length: int, global_batch_size: int, drop_last: bool) -> int:
+    """How many updates `length` rows make (of a whole epoch, or of what is left of one)."""
+    return length // global_batch_size if drop_last else -(-length // global_batch_size)
+
+
+def rows_at(offset: int, length: int, global_batch_size: int, drop_last: bool) -> int:
+    """Rows of the update that starts at `offset`; 0 when the epoch has no update left there.
+
+    Raises:
+        DataError: the offset lies outside of the epoch: the dataset or its order is not the one it was taken from.
+    """
+    left = length - offset
+    if left >= global_batch_size and offset >= 0:
+        return global_batch_size
+    if left < 0 or offset < 0:
+        raise DataError(
+            f"the data position is row {offset} of an epoch that has {length} rows.",
+            fix=["resume with the dataset and order that the checkpoint was written with", "or start anew"],
+        )
+    return 0 if drop_last else left
+
+
+def following(cursor: Cursor, rows: int, length: int, global_batch_size: int, drop_last: bool) -> Cursor:
+    """Where the next update starts after one of `rows` rows at `cursor`; (epoch + 1, 0) after the last of an epoch."""
+    offset = cursor.offset + rows
+    if rows_at(offset, length, global_batch_size, drop_last):
+        return Cursor(cursor.epoch, offset)
+    return Cursor(cursor.epoch + 1, 0)
+
+
+def position(
+    cursor: Cursor, updates: int, length: Callable[[int], int], global_batch_size: int, drop_last: bool
+) -> Cursor:
+    """The cursor `updates` updates later; `length(epoch)` says how many rows an epoch has. O(epochs), reads nothing.
+
+    Raises:
+        DataError: an epoch on the way has no update at all (it would never end).
+    """
+    while True:
+        rows = length(cursor.epoch)
+        rows_at(cursor.offset, rows, global_batch_size, drop_last)  # refuses an offset outside of the epoch
+        left = updates_in(rows - cursor.offset, global_batch_size, drop_last)
+        if updates < left:
+            return Cursor(cursor.epoch, cursor.offset + updates * global_batch_size)
+        if left == 0 and cursor.offset == 0:
+            raise no_update(cursor.epoch, rows, global_batch_size)
+        updates -= left
+        cursor = Cursor(cursor.epoch + 1, 0)
+        if updates == 0:
+            return cursor
+
+
+def no_update(epoch: int, length: int, global_batch_size: int) -> DataError:
+    """The error for an epoch that is smaller than one update under `drop_last`."""
+    return DataError(
+        f"epoch {epoch} has {length} rows, less than one global batch of {global_batch_size}, and drop_last=True"
+        " leaves them out: no update would ever come.",
+        fix=[f"global_batch_size={max(1, length)} or less", "or drop_last=False: the last update is then shorter"],
+    )

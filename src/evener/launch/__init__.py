@@ -1,0 +1,9 @@
+"""From a request to running ranks: `decide` gives a frozen Launch, `supervise` carries it out.
+
+    machine     facts: CPUs, GPUs, loopback interface        command     the decision, as a value
+    supervise   the process that stays                       console     rank 0's output, to terminal and log
+    shim        the first program of every rank              records     how every rank ended
+    failure     which end was the cause                      processes   ties between processes, the orderly end
+
+torch's elastic agent does the process work; nothing here imports torch.
+"""

@@ -1,0 +1,209 @@
+"""A launch as a value: from what was asked and what the machine has, to one frozen command and environment.
+
+Nothing here starts a process, makes a folder or reads the environment: `decide` is a function of its arguments, so
+`--dry-run` prints exactly what would run and tests compare it.
+
+**Rendezvous without a listening socket.** torch's c10d rendezvous over TCP listens on every interface, without
+authentication, and unpickles what it reads there. On one machine two settings avoid it: a file store in a private
+folder (`store_type=file`), and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which the agent opens a TCP store for the
+ranks all the same (and restarted ranks would read the addresses of dead ones from it). The third part is evener's own
+process group, which uses the file store named in the plan. MASTER_ADDR and MASTER_PORT are still set by the agent:
+a script that calls `init_process_group()` itself gets its store there, and that one does listen.
+
+**GPUs.** All chosen GPUs stay visible to all ranks, as one list: unchanged scripts call
+`torch.cuda.set_device(LOCAL_RANK)`, and NCCL needs to see its peers. One GPU per process by the environment would break
+both. CUDA_DEVICE_ORDER=PCI_BUS_ID makes an index mean what nvidia-smi shows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from evener.errors import DeviceError, UsageError
+from evener.launch.machine import Machine
+from evener.plan.handed import VARIABLE, LaunchPlan
+
+TEE = ("rank0", "all", "none")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    script: str  # a path, or a module's name when `module` is true
+    args: tuple[str, ...] = ()
+    module: bool = False
+    nproc: int | None = None  # None: one per visible GPU, or one
+    cpu: bool = False
+    logs: str = os.path.join("runs", "logs")
+    tee: str = "rank0"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Command:
+    """An argument list and how the environment differs from the caller's."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    unset: tuple[str, ...] = ()
+
+    def environ(self, base: Mapping[str, str]) -> dict[str, str]:
+        return {**{name: value for name, value in base.items() if name not in self.unset}, **self.env}
+
+    def __str__(self) -> str:
+        lines = ["env", *(f"  -u {name}" for name in self.unset)]
+        lines += [f"  {name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " \\\n".join([*lines, f"  {shlex.join(self.argv)}"])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything that was decided; `supervise` carries it out.
+
+    Attributes:
+        private: A folder of mode 0700 that lives as long as the job: plan, stores, console pipes.
+        logs: The folder of this job's logs, absolute.
+        notes: Lines for the user about what was chosen for them.
+    """
+
+    run_id: str
+    nproc: int
+    tee: str
+    private: str
+    logs: str
+    plan: LaunchPlan
+    command: Command
+    notes: tuple[str, ...] = ()
+
+
+def shim_path() -> str:
+    """The file that every rank starts with. By path, so that a rank imports nothing of evener before its script."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim.py")
+
+
+def name_run(script: str, when: str, token: str) -> str:
+    """A name for files and messages: time, script, and a token against two starts in one second."""
+    stem = os.path.splitext(os.path.basename(script))[0]
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "script"
+    return f"{when}-{stem[:40]}-{token}"
+
+
+def decide(request: Request, machine: Machine, environ: Mapping[str, str], *, run_id: str, cwd: str) -> Launch:
+    """The launch for a request on a machine. Raises UsageError or DeviceError when it cannot be what was meant."""
+    if request.tee not in TEE:
+        raise UsageError(f"--tee {request.tee} is not known.", fix=[f"--tee is one of: {', '.join(TEE)}"])
+    nproc, why = _processes(request, machine)
+    private = os.path.join(machine.temporary, f"evener-{run_id}")
+    plan = LaunchPlan(
+        run_id=run_id,
+        device="cpu" if request.cpu else None,
+        store=os.path.join(private, "store"),
+        overrides=dict(request.overrides),
+    )
+    env = {
+        VARIABLE: os.path.join(private, "plan.json"),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    if request.cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        # Without it, accelerate on a machine without GPUs takes every rank for a job of its own, and says nothing.
+        if "ACCELERATE_USE_CPU" not in environ:
+            env["ACCELERATE_USE_CPU"] = "true"
+    elif machine.gpus.words:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus.words[:nproc])
+    notes = [f"{nproc} process{'es' if nproc > 1 else ''} on {_where(request, machine)}{why}"]
+    if "OMP_NUM_THREADS" not in environ:
+        threads = max(1, machine.usable_cpus // nproc)
+        env["OMP_NUM_THREADS"] = str(threads)
+        notes.append(f"OMP_NUM_THREADS={threads} ({machine.usable_cpus} usable CPUs // {nproc})")
+    for name, value in (("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("GLOO_SOCKET_IFNAME", machine.loopback)):
+        if name not in environ:
+            env[name] = value
+    return Launch(
+        run_id=run_id,
+        nproc=nproc,
+        tee=request.tee,
+        private=private,
+        logs=os.path.join(cwd, request.logs, run_id),
+        plan=plan,
+        # PET_* variables (Kubernetes sets them) are defaults for every option of the agent that is not given here.
+        command=Command(
+            _agent(request, machine, private, nproc, run_id),
+            env,
+            unset=tuple(sorted(name for name in environ if name.startswith("PET_"))),
+        ),
+        notes=("; ".join(notes),),
+    )
+
+
+def _where(request: Request, machine: Machine) -> str:
+    return "the CPU" if request.cpu or machine.gpus.words == () else "GPUs"
+
+
+def _processes(request: Request, machine: Machine) -> tuple[int, str]:
+    """How many, and why when it was not the user who said it."""
+    gpus = machine.gpus.words
+    if request.nproc is not None:
+        if request.nproc < 1:
+            raise UsageError(
+                f"--nproc {request.nproc}: at least one process is needed.",
+                fix=["--nproc N with N >= 1, or leave it out: one process per visible GPU"],
+            )
+        if not request.cpu and gpus is not None and request.nproc > max(1, len(gpus)):
+            seen = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}" if gpus else "no GPU"
+            raise DeviceError(
+                f"--nproc {request.nproc} asks for more processes than there are GPUs: {seen} visible.",
+                evidence=[f"CUDA_VISIBLE_DEVICES leaves: {', '.join(gpus)}"] if gpus else [],
+                fix=[
+                    "add --cpu to run all processes on the CPU",
+                    *([f"--nproc {len(gpus)}: two processes on one GPU would share its memory"] if gpus else []),
+                ],
+            )
+        return request.nproc, ""
+    if request.cpu:
+        return 1, " (--nproc N for more)"
+    if gpus is None:
+        raise DeviceError(
+            "The GPUs of this machine cannot be counted.",
+            evidence=[machine.gpus.unknown_because],
+            fix=["say how many processes: --nproc N", "or run on the CPU: --cpu"],
+        )
+    return (len(gpus), " (one per visible GPU)") if gpus else (1, " (no GPU visible)")
+
+
+def _agent(request: Request, machine: Machine, private: str, nproc: int, run_id: str) -> tuple[str, ...]:
+    """torch's elastic agent for one machine, and the shim as the program of every rank."""
+    settings = {
+        "store_type": "file",
+        # The file store only ever grows: a heartbeat every 5 s, its default, is of no use to a single agent.
+        "keep_alive_interval": "3600",
+    }
+    # The agent passes arguments through string.Template: a dollar sign has to be doubled to arrive as one.
+    target = [arg.replace("$", "$$") for arg in (request.script, *request.args)]
+    return (
+        machine.python,
+        "-P",  # without it a file named like a standard module in the working directory would be the agent's
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={nproc}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={os.path.join(private, 'rendezvous')}",
+        f"--rdzv-id={run_id}",
+        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
+        "--local-addr=127.0.0.1",
+        "--max-restarts=0",
+        "--event-log-handler=console",  # one JSON line per rank at the end: the only place where exit codes are kept
+        f"--log-dir={os.path.join(private, 'elastic')}",
+        "--",  # without it the agent's own parser stumbles over options of the script that begin like one of its own
+        shim_path(),
+        os.path.join(private, "job.json"),
+        *(("-m",) if request.module else ()),
+        *target,
+    )

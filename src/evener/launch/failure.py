@@ -1,0 +1,176 @@
+"""From how every rank ended to one cause: which rank, what, where; then the others; the logs last.
+
+When one rank dies, the others fail too, often first on the screen: their peer has closed the connection. So the first
+message is rarely the cause. The rule: a rank that crashed or was killed (and not by the launcher) is the cause;
+otherwise the earliest exception that is not of the kind a lost peer causes; otherwise a rank that left with a code or
+without a word; then one that somebody else asked to stop; only then the earliest of what remains.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evener.errors import LaunchError
+from evener.launch.processes import signal_name
+from evener.launch.records import Line, Raised, RankEnd
+
+# What an exception looks like when somebody else is to blame: the peer is gone, or did not come in time.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused|aborted)|broken pipe|timed? ?out|remote process (exited|has)|"
+    r"ncclremoteerror|ncclsystemerror|connectfullmesh|got 0 bytes|failed to (recv|send|connect)|"
+    r"peer (closed|is gone)|watchdog|socket error|no route to host|"
+    r"sigterm|received signal 15|killed by signal: terminated",
+    re.IGNORECASE,
+)
+_LOST_PEER_TYPES = frozenset(
+    {"ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "TimeoutError"}
+    | {"DistNetworkError", "DistStoreError", "CollectiveError"}
+)
+# A crash of this process alone. ABRT is not among them: native code aborts when a *collective* went wrong.
+_CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+
+_SIGNAL_HINTS = {
+    signal.SIGKILL: "often the kernel's out-of-memory killer: `dmesg | tail` says so, then use fewer data workers or "
+    "smaller batches; otherwise somebody's kill",
+    signal.SIGSEGV: "a crash in native code: the end of the rank's log has the Python stack",
+    signal.SIGBUS: "often /dev/shm is full: data workers pass tensors through it (docker run --shm-size)",
+    signal.SIGABRT: "native code gave up: the end of the rank's log has its message",
+    signal.SIGTERM: "somebody asked it to stop",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank to blame, what it raised (if it raised), and the exit code for the whole job."""
+
+    cause: RankEnd
+    raised: Raised | None
+    exit_code: int
+    others: tuple[RankEnd, ...]
+
+
+def is_victim(error: Raised) -> bool:
+    """Whether this exception says that another rank was lost, rather than what went wrong."""
+    return error.type in _LOST_PEER_TYPES or bool(_LOST_PEER.search(f"{error.type}: {error.message}"))
+
+
+def find_cause(ends: Sequence[RankEnd]) -> Failure | None:
+    """The rank whose end ended the job; None when no rank failed."""
+    failed = [end for end in ends if end.code not in (0, None) or end.how in ("exception", "interrupted")]
+    silent = [end for end in ends if end.how is None and end.code == 0]
+    if not failed:
+        return None
+
+    def earliest(candidates: list[RankEnd]) -> RankEnd:
+        never = 2**63
+        return min(candidates, key=lambda end: (end.monotonic_ns if end.monotonic_ns is not None else never, end.rank))
+
+    signalled = [end for end in failed if end.code is not None and end.code < 0 and not end.stopped]
+    crashed = [end for end in signalled if end.how is None and -(end.code or 0) in _CRASHES]
+    raised = [end for end in failed if any(not is_victim(error) for error in end.errors)]
+    left = [end for end in failed if end.how in ("exit", None) and (end.code or 0) > 0] + silent
+    for candidates in (crashed, raised, left, signalled, failed):
+        if candidates:
+            cause = earliest(candidates)
+            break
+    others = tuple(end for end in ends if end is not cause)
+    # An exception raised while cleaning up hides the first one: name the outermost that is no victim.
+    error = next((error for error in cause.errors if not is_victim(error)), None) or next(iter(cause.errors), None)
+    return Failure(cause, error, _shell_code(cause.code) or 1, others)
+
+
+def _shell_code(code: int | None) -> int:
+    """As a shell reports it: 128 + n for signal n."""
+    if code is None:
+        return 1
+    return 128 - code if code < 0 else code
+
+
+def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
+    """The failure as text, in reading order: cause, place, the other ranks, logs."""
+    cause, raised = failure.cause, failure.raised
+    evidence: list[str] = []
+    if raised is not None:
+        kind = raised.type if raised.module in ("builtins", "__main__") else f"{raised.module}.{raised.type}"
+        text = f"rank {cause.rank} failed: {clean(f'{kind}: {raised.message}' if raised.message else kind)}"
+        if cause.how == "exit":
+            text = f"rank {cause.rank} left with exit code {cause.code}: {clean(raised.message)}"
+        if raised.where is not None:
+            evidence.append(_line(raised.where, cwd))
+    elif cause.code is not None and cause.code < 0:
+        text = f"rank {cause.rank} was killed by {signal_name(-cause.code)} ({-cause.code})"
+        hint = _SIGNAL_HINTS.get(signal.Signals(-cause.code)) if -cause.code in set(signal.Signals) else None
+        if cause.how == "finished":
+            hint = "after its script had finished, while the interpreter was shutting down"
+        if hint:
+            evidence.append(hint)
+    elif cause.how is None:
+        text = f"rank {cause.rank} left with exit code {cause.code} in the middle of the script"
+        evidence.append("no exception reached the end of the script: os._exit(), or native code that calls exit()")
+    else:
+        text = f"rank {cause.rank} left with exit code {cause.code}"
+    evidence += _consequences(failure.others)
+    folder = relative(logs, cwd)
+    evidence.append(f"logs: {os.path.join(folder, f'rank{cause.rank}.log')} (every rank's, and agent.log, are there)")
+    return LaunchError(text, evidence=evidence)
+
+
+def _consequences(others: Sequence[RankEnd]) -> list[str]:
+    """One line for each way in which other ranks ended."""
+    groups: dict[str, list[int]] = {}
+    for end in others:
+        groups.setdefault(_how(end), []).append(end.rank)
+    return [f"{ranks_text(ranks)} {how}" for how, ranks in groups.items()]
+
+
+def _how(end: RankEnd) -> str:
+    if end.errors:
+        error = end.errors[0]
+        text = clean(f"{error.type}: {error.message}" if error.message else error.type, limit=160)
+        return f"failed as a consequence: {text}" if is_victim(error) else f"failed too, later: {text}"
+    if end.how == "finished" or end.code == 0:
+        return "had finished"
+    if end.code is not None and end.code < 0:
+        name = signal_name(-end.code)
+        return f"was stopped by the launcher ({name})" if end.stopped else f"died of {name}"
+    if end.code is not None:
+        return f"left with exit code {end.code}"
+    return "was stopped by the launcher"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """[0, 2, 3, 4] as "ranks 0, 2-4"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    spans = [str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" if len(p) > 2 else f"{p[0]}, {p[1]}" for p in parts]
+    return f"ranks {', '.join(spans)}"
+
+
+def _line(where: Line, cwd: str) -> str:
+    place = f"{relative(where.file, cwd)}:{where.line}"
+    if where.function not in ("", "<module>"):
+        place += f" in {where.function}"
+    return f"at {place}: {clean(where.text)}" if where.text else f"at {place}"
+
+
+def relative(path: str, cwd: str) -> str:
+    """`path` as seen from `cwd` when it lies below it."""
+    return os.path.relpath(path, cwd) if path.startswith(cwd.rstrip(os.sep) + os.sep) else path
+
+
+def clean(text: str, limit: int = 2000) -> str:
+    """Text of a rank, safe for a terminal: no control characters, bounded; its first lines stay lines."""
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text.replace("\r\n", "\n")).strip()
+    if limit <= 200:
+        text = text.partition("\n")[0]
+    return (text if len(text) <= limit else text[: limit - 1] + "…").replace("\n", "\n  ")

@@ -1,0 +1,291 @@
+"""The first program of every rank: tie it to its launcher, keep a record of how it ends, run the user's script.
+
+    python shim.py JOB.json [-m] SCRIPT [ARGS...]
+
+It is run by path and uses the standard library only, so that nothing of evener, torch or numpy is imported into a
+process that did not ask for it. The script then runs as `python SCRIPT ARGS` would run it: as `__main__`, with the same
+`sys.argv`, `sys.path[0]` and `__file__`, the same traceback and the same exit code. A fresh `__main__` module is put in
+place for good, so classes of the script can be pickled and child processes of any start method find it, also while the
+interpreter shuts down.
+
+JOB.json: {"supervisor": pid, "logs": folder, "console": {"1": path, "2": path}}. The console paths are rank 0's: a
+terminal or a pipe of the supervisor for its descriptors 1 and 2. Every other rank writes both into its own log file.
+
+The record is `rank<N>.json` in the log folder: {"rank", "pid", "started"} at the start, with "ended" added at the end.
+An uncaught exception is recorded as soon as it leaves the script, before exit handlers, thread joins and process-group
+destruction, which may take long or fail themselves: what counts is the time order between ranks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    with open(sys.argv[1], encoding="utf-8") as file:
+        job = json.load(file)
+    module = sys.argv[2] == "-m"
+    target, args = (sys.argv[3], sys.argv[4:]) if module else (sys.argv[2], sys.argv[3:])
+    rank = int(os.environ["RANK"])
+    die_with_the_launcher(job["supervisor"])
+    redirect(job, rank)
+    # A crash in C code leaves a Python stack in the log; without it a segmentation fault has no line.
+    faulthandler.enable()
+    record = Record(os.path.join(job["logs"], f"rank{rank}.json"), rank)
+    record.write()
+    try:
+        if module:
+            run_module(target, args)
+        else:
+            run_script(target, args)
+    except BaseException as error:
+        record.ended_by(error)
+        as_if_uncaught(error)
+        raise
+    record.end("finished", 0)
+
+
+def die_with_the_launcher(supervisor: int) -> None:
+    """This rank is killed when the agent dies, and a process that it forks is killed when the rank dies.
+
+    Without it a killed agent leaves its ranks on the GPUs, and a killed rank leaves its data workers. The signal is
+    KILL: a rank whose agent is gone cannot be told to stop by anybody, and one that ignores TERM would stay for ever.
+    (A supervisor that is killed is another case: the agent gets a TERM and passes it on.)
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died before the call above. Then we have been adopted by the supervisor, or by whoever adopts
+    # orphans here: our parent is no longer a child of the supervisor.
+    if os.path.exists("/proc/self/stat") and parent_of(os.getppid()) != supervisor:
+        os._exit(1)
+
+    me, main_thread = os.getpid(), threading.get_ident()
+    tie = [False]
+
+    def before() -> None:
+        # The kernel sends the signal when the *thread* that forked ends. A child of another thread may rightly outlive
+        # that thread, so only children of the main thread are tied. Grandchildren are not: a daemon forks twice.
+        tie[0] = os.getpid() == me and threading.get_ident() == main_thread
+
+    def in_child() -> None:
+        if tie[0]:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != me:
+                os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def parent_of(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])  # the name before it may hold spaces and brackets
+    except OSError:
+        return -1
+
+
+def redirect(job: dict[str, Any], rank: int) -> None:
+    """Descriptors 1 and 2 to where this rank's output belongs."""
+    log: int | None = None
+    for descriptor in (1, 2):
+        target = None
+        path = job["console"].get(str(descriptor)) if rank == 0 else None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                # A pipe without a reader (the supervisor is gone) must fail instead of blocking, and a terminal must
+                # not become this session's own: reading /dev/tty would then wait for input that never comes.
+                target = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+                os.set_blocking(target, True)
+        if target is None:
+            if log is None:
+                log = os.open(
+                    os.path.join(job["logs"], f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+                )
+            target = log
+        os.dup2(target, descriptor)
+        if target != log:
+            os.close(target)
+    if log is not None:
+        os.close(log)
+
+
+def fresh_main(file: str | None) -> types.ModuleType:
+    """A new, permanent `__main__`, as the interpreter would have made it."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __spec__=None, __package__=None)
+    if file is not None:
+        module.__dict__.update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
+    sys.modules["__main__"] = module
+    return module
+
+
+def run_script(path: str, args: list[str]) -> None:
+    file = os.path.abspath(path)
+    sys.argv[:] = [path, *args]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    with io.open_code(file) as stream:
+        source = stream.read()
+    module = fresh_main(file)
+    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)  # noqa: S102  (the user's script: our task)
+
+
+def run_module(name: str, args: list[str]) -> None:
+    sys.argv[:] = [name, *args]  # argv[0] becomes the module's path below, as `python -m` does
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    fresh_main(None)
+    # The function that the interpreter itself calls for -m. The public run_module works in a temporary module, which is
+    # gone when exit handlers run.
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the script's first frame on; None when the script was never reached (a syntax error)."""
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace
+
+
+def as_if_uncaught(error: BaseException) -> None:
+    """Let the interpreter report `error` as it would without this file, when it is raised again."""
+    if isinstance(error, SystemExit):
+        return
+    hook = sys.excepthook  # the script's own, if it set one
+    if isinstance(error, KeyboardInterrupt) and hook is sys.__excepthook__:
+        # The user stopped the job: one traceback per rank tells nothing. The record has it, the exit code stays.
+        sys.excepthook = lambda kind, value, trace: None
+        return
+    errors = sys.modules.get("evener.errors")
+    if errors is not None and isinstance(error, errors.EvenerError):
+        # evener's own errors have their own exit codes.
+        trace = without_own_frames(error.__traceback__)
+        hook(type(error), error.with_traceback(trace), trace)
+        raise SystemExit(error.exit_code)
+
+    def show(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
+        trace = without_own_frames(trace)
+        hook(kind, value.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+class Record:
+    """`rank<N>.json`: written whole each time, so that a reader or a kill in the middle never sees half of it."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "started": time.time()}
+
+    def write(self) -> None:
+        if os.getpid() != self.values["pid"]:
+            return  # a forked child that came up here is not the rank
+        with contextlib.suppress(OSError):  # a full disk must not replace the script's own error
+            with open(f"{self.path}.tmp", "w", encoding="utf-8") as file:
+                json.dump(self.values, file)
+            os.replace(f"{self.path}.tmp", self.path)
+
+    def end(self, how: str, code: int, errors: list[dict[str, Any]] | None = None) -> None:
+        self.values["ended"] = {
+            "how": how,
+            "code": code,
+            "time": time.time(),
+            # The clock that ranks of one machine are compared by: it is common to all processes and never jumps.
+            "monotonic_ns": time.monotonic_ns(),
+            "errors": errors or [],
+        }
+        self.write()
+
+    def ended_by(self, error: BaseException) -> None:
+        if isinstance(error, SystemExit):
+            if error.code is None or isinstance(error.code, int):
+                self.end("exit", (error.code or 0) & 0xFF)
+            else:
+                self.end("exit", 1, [describe(error)])
+            return
+        # The outermost first. An exception that a `finally` raised on top hides the one that matters: keep the chain.
+        chain: list[BaseException] = []
+        step: BaseException | None = error
+        while step is not None and step not in chain and len(chain) < 10:
+            chain.append(step)
+            step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
+        how = "interrupted" if isinstance(error, KeyboardInterrupt) else "exception"
+        self.end(how, 1, [describe(one) for one in chain])
+        self.tell_torch(error)
+
+    def tell_torch(self, error: BaseException) -> None:
+        """The same for torch's agent, in its own format, unless the script's `@record` did it already."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if not path or os.path.exists(path) or not isinstance(error, Exception):
+            return
+        extra = {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(self.values["ended"]["time"])),
+        }
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """One exception as plain values: type, message, the user's own line, the traceback text."""
+    try:
+        message = str(error)
+    except Exception as failed:  # a broken __str__ is the user's, and must not hide the error
+        message = f"<its message cannot be shown: {type(failed).__name__}>"
+    trace = without_own_frames(error.__traceback__)
+    frames = traceback.extract_tb(trace)
+    return {
+        "type": type(error).__qualname__,
+        "module": type(error).__module__,
+        "message": message,
+        "where": syntax_line(error) if isinstance(error, SyntaxError) else the_users_line(frames),
+        "traceback": "".join(traceback.format_exception(type(error), error, trace, chain=False)),
+    }
+
+
+def the_users_line(frames: traceback.StackSummary) -> dict[str, Any] | None:
+    """The innermost frame that is not in an installed package or the standard library; else the innermost."""
+    if not frames:
+        return None
+    evener = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    library = ("<frozen", os.path.dirname(os.__file__) + os.sep, evener + os.sep)
+    installed = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(library) and not any(part in frame.filename for part in installed)
+    ]
+    frame = (own or frames)[-1]
+    return {"file": frame.filename, "line": frame.lineno, "function": frame.name, "text": frame.line or ""}
+
+
+def syntax_line(error: SyntaxError) -> dict[str, Any] | None:
+    if error.filename is None:
+        return None
+    return {"file": error.filename, "line": error.lineno or 0, "function": "", "text": (error.text or "").strip()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""The supervisor: starts torch's elastic agent as a child, stays, and leaves nothing behind.
+
+evener does not replace itself with the agent, because somebody has to be there when the agent is killed: a killed agent
+leaves its ranks on the GPUs. Who ends whom:
+
+    the supervisor is killed   the agent gets TERM (parent-death signal) and stops its ranks
+    the agent is killed        its ranks get KILL (parent-death signal, set by the shim); the supervisor ends the rest
+    a rank is killed           its forked data workers get KILL; the agent stops the other ranks
+    Ctrl-C, TERM, HUP          passed to the ranks once; after a grace period, or at the second signal, everything ends
+
+A signal goes to the ranks and not to the agent: the agent passes it to whole process groups, data workers included, and
+a rank that wants to write a checkpoint before it ends then finds its data workers dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+from evener.errors import LaunchError
+from evener.launch import failure, processes, records
+from evener.launch.command import Launch
+from evener.launch.console import Console, say
+
+# How long ranks may take after a signal. Ctrl-C is somebody waiting at a terminal; TERM is a batch system that wants a
+# checkpoint written (torch's agent and Slurm both give 30 s).
+GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
+KILL_AFTER_SECONDS = 3.0
+# After a good end, helper processes (semaphore trackers, loggers) are ending too: no need to hurry them at once.
+SETTLE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The exit code of the job, and what to tell the user when it is not a success."""
+
+    exit_code: int
+    error: LaunchError | None = None
+
+
+def supervise(launch: Launch, environ: Mapping[str, str]) -> Ending:
+    """Carries out a launch and waits for its end. Call it from the main thread; it owns SIGINT, TERM, HUP meanwhile."""
+    for note in launch.notes:
+        say(note)
+    _make_folders(launch)
+    try:
+        console = Console(launch.tee, launch.private, launch.logs, launch.nproc)
+        try:
+            return _Supervisor(launch, console).run(environ)
+        finally:
+            console.close()
+    finally:
+        shutil.rmtree(launch.private, ignore_errors=True)
+
+
+def _make_folders(launch: Launch) -> None:
+    try:
+        os.makedirs(launch.logs)
+        os.mkdir(launch.private, 0o700)
+        os.mkdir(os.path.join(launch.private, "store"), 0o700)
+    except OSError as error:
+        raise LaunchError(
+            "The folders of this job cannot be made.",
+            evidence=[str(error)],
+            fix=["--log-dir DIR puts the logs elsewhere", "TMPDIR=DIR moves the private folder"],
+        ) from error
+
+
+class _Supervisor:
+    """One job: its agent, its signals, its loop. Used once."""
+
+    def __init__(self, launch: Launch, console: Console) -> None:
+        self.launch, self.console = launch, console
+        self.selector = selectors.DefaultSelector()
+        self.wake_read, self.wake_write = socket.socketpair()
+        self.received: signal.Signals | None = None  # the first request to stop
+        self.deadline = float("inf")
+
+    def run(self, environ: Mapping[str, str]) -> Ending:
+        processes.adopt_orphans()
+        self._write_job()
+        with self._signals():
+            agent_log = open(os.path.join(self.launch.logs, "agent.log"), "ab")  # noqa: SIM115  (closed below)
+            with agent_log:
+                # A session of its own: Ctrl-C at the terminal reaches the supervisor alone, which passes it on once.
+                self.agent = subprocess.Popen(
+                    self.launch.command.argv,
+                    env=self.launch.command.environ(environ),
+                    stdout=agent_log,
+                    stderr=agent_log,
+                    start_new_session=True,
+                    preexec_fn=processes.tied_to_parent(signal.SIGTERM),
+                )
+            try:
+                self._watch()
+            finally:
+                self._end_descendants(gently=self.agent.returncode == 0 and self.received is None)
+        self._drain()
+        return self._ending()
+
+    def _write_job(self) -> None:
+        job = {"supervisor": os.getpid(), "logs": self.launch.logs, "console": self.console.paths()}
+        for name, text in (("job.json", json.dumps(job)), ("plan.json", self.launch.plan.to_json())):
+            with open(os.path.join(self.launch.private, name), "w", encoding="utf-8") as file:
+                file.write(text)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Signals become bytes on a socket, read by the loop; the handlers that were there come back afterwards."""
+
+        def handler(signum: int, frame: FrameType | None) -> None:
+            pass  # its only use: with it, the signal is written to the wake-up socket instead of ending the process
+
+        before: dict[signal.Signals, object] = {}
+        for signum in (*GRACE_SECONDS, signal.SIGCHLD, signal.SIGWINCH):
+            # `nohup` and background shells start us with signals ignored, and mean it. An ignored SIGCHLD would lose
+            # the agent's exit code.
+            if signum == signal.SIGCHLD or signal.getsignal(signum) is not signal.SIG_IGN:
+                before[signum] = signal.signal(signum, handler)
+        self.wake_read.setblocking(False)
+        self.wake_write.setblocking(False)
+        wake_before = signal.set_wakeup_fd(self.wake_write.fileno(), warn_on_full_buffer=False)
+        self.selector.register(self.wake_read, selectors.EVENT_READ, None)
+        for channel in self.console.unique():
+            self.selector.register(channel.source, selectors.EVENT_READ, channel)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wake_before)
+            for signum, old in before.items():
+                signal.signal(signum, old)  # type: ignore[arg-type]
+            self.selector.close()
+            self.wake_read.close()
+            self.wake_write.close()
+
+    def _watch(self) -> None:
+        """Until the agent has ended or the time after a signal is over."""
+        while self.agent.returncode is None and time.monotonic() < self.deadline:
+            self._turn(0.1 if self.console.followers else 1.0)
+
+    def _turn(self, seconds: float) -> None:
+        """Waits for one thing to happen, for `seconds` at most, and deals with it."""
+        wait = max(0.0, min(seconds, self.deadline - time.monotonic()))
+        for key, _ in self.selector.select(wait):
+            if key.data is None:
+                for number in self._woken_by():
+                    self._on_signal(signal.Signals(number))
+            else:
+                self.console.pump(key.data)
+        self.console.follow()
+        self._reap()
+
+    def _woken_by(self) -> bytes:
+        try:
+            return self.wake_read.recv(4096)
+        except BlockingIOError:
+            return b""
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGWINCH:
+            self.console.resize()
+            rank0 = self._ranks().get(0)
+            if rank0 is not None:
+                processes.send(rank0, signal.SIGWINCH)
+        elif signum in GRACE_SECONDS and self.received is not None:
+            self.deadline = 0.0  # the second request: now
+        elif signum in GRACE_SECONDS:
+            self.received = signum
+            self.deadline = time.monotonic() + GRACE_SECONDS[signum]
+            what = "Ctrl-C" if signum == signal.SIGINT else signum.name
+            say(f"{what}: stopping {self._count()} (once more to kill at once)")
+            ranks = self._ranks()
+            for pid in ranks.values():
+                processes.send(pid, signum)
+            if not ranks:  # none has started yet
+                processes.send(self.agent.pid, signum)
+
+    def _ranks(self) -> dict[int, int]:
+        """Process id of every rank that is alive."""
+        pids = records.read_pids(self.launch.logs, self.launch.nproc)
+        return {rank: pid for rank, pid in pids.items() if processes.is_child(pid, self.agent.pid)}
+
+    def _count(self) -> str:
+        return f"{self.launch.nproc} process{'es' if self.launch.nproc > 1 else ''}"
+
+    def _reap(self) -> None:
+        """Collects ended children: the agent, and the orphans that were adopted."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.agent.pid:
+                self.agent.returncode = os.waitstatus_to_exitcode(status)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _end_descendants(self, *, gently: bool) -> None:
+        """TERM, then KILL, for what is still running; own descendants only. The second signal skips the TERM."""
+        if gently:
+            self._wait_for_none(SETTLE_SECONDS)
+        if self.deadline > 0.0:
+            for process in processes.descendants():
+                processes.send(process.pid, signal.SIGTERM)
+            self.deadline = float("inf")
+            self._wait_for_none(KILL_AFTER_SECONDS)
+        give_up = time.monotonic() + KILL_AFTER_SECONDS  # what the kernel does not let go of even then stays
+        while (left := processes.descendants()) and time.monotonic() < give_up:
+            for process in left:
+                processes.send(process.pid, signal.SIGKILL)
+            self._turn(0.02)
+        self._reap()
+
+    def _wait_for_none(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while processes.descendants() and time.monotonic() < until and self.deadline > 0.0:
+            self._turn(0.02)
+
+    def _drain(self) -> None:
+        """The last output: a terminal hands it on a moment after it was written."""
+        if any(channel.terminal for channel in self.console.unique()):
+            time.sleep(0.02)
+        self.console.drain()
+
+    def _ending(self) -> Ending:
+        ends = records.read_ends(self.launch.logs, self.launch.nproc)
+        if self.received == signal.SIGINT:
+            return Ending(130)
+        if self.received is not None:
+            # A rank that stopped in good order says so by its exit code (to be requeued, for example).
+            codes = [end.code for end in ends if end.how == "exit" and end.code]
+            if codes:
+                return Ending(codes[0])
+            return Ending(0 if all(end.how in ("finished", "exit") for end in ends) else 128 + self.received)
+        if self.agent.returncode == 0:
+            return Ending(0)
+        found = failure.find_cause(ends)
+        if found is not None:
+            return Ending(found.exit_code, failure.as_error(found, self.launch.logs, os.getcwd()))
+        return self._agent_failed()
+
+    def _agent_failed(self) -> Ending:
+        """The launcher's own trouble: no rank is to blame."""
+        code = self.agent.returncode
+        path = os.path.join(self.launch.logs, "agent.log")
+        if code is not None and code < 0:
+            text = f"torch's elastic agent was killed by {processes.signal_name(-code)}; its ranks were stopped"
+        else:
+            text = f"torch's elastic agent ended with exit code {code}, and no rank reported an error"
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = [line.rstrip() for line in file if line.strip() and not line.startswith("{")]
+        evidence = [failure.clean(line, limit=200) for line in lines[-3:]]
+        error = LaunchError(text, evidence=[*evidence, f"log: {failure.relative(path, os.getcwd())}"])
+        return Ending(128 - code if code is not None and code < 0 else 1, error)

@@ -1,0 +1,54 @@
+"""Stopping on request: the update in work is finished and saved, then the process ends with the requeue code."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from evener.errors import EXIT_STOPPED
+
+
+class Stopped(SystemExit):
+    """Raised inside the loop on every rank when a stop was asked for, after the checkpoint is written.
+
+    A SystemExit, so that a script which does not catch it ends with exit code 75: "start me again and I continue".
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_STOPPED)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@contextlib.contextmanager
+def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
+    """While the loop runs, TERM, INT, USR1 and USR2 call `ask(name)`; the second INT or TERM acts at once, as before.
+
+    Handlers are put back afterwards. Outside of the main thread nothing can be installed, and nothing is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+    before: dict[int, Any] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        ask(signal.Signals(number).name)
+        if number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, before[number])  # the second one means now
+
+    for name in names:
+        number = getattr(signal, name)
+        before[number] = signal.getsignal(number)
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

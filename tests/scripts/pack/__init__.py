@@ -1,0 +1,1 @@
+"""A package whose modules are run with -m."""
