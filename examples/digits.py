@@ -29,7 +29,7 @@ def digits():
 def idx(path):
     """An IDX file: two zero bytes, a type byte, the number of dimensions, their sizes, then the values."""
     path = path if path.exists() else path.with_name(path.name + ".gz")
-    data = gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes()
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     sizes = np.frombuffer(data, ">i4", count=data[3], offset=4)
     return torch.tensor(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(sizes))
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import evener
-from evener.checkpoint import CheckpointError, Checkpoints, load, save, store
+from evener.checkpoint import Checkpoints, load, save, store
 from evener.dist.blank import blank
-from evener.errors import UsageError
+from evener.errors import CheckpointError, UsageError
 
 
 def state(value: float) -> dict[str, object]:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from evener.checkpoint import CheckpointError, store, tensors
+from evener.checkpoint import store, tensors
 from evener.checkpoint.manifest import check
+from evener.errors import CheckpointError
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 OLD = {"model": {"w": torch.full((40,), 1.0), "b": torch.arange(3)}, "extra": {"best": 0.5}}

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import time
+from itertools import pairwise
 
 import numpy
 import pytest
@@ -170,6 +171,6 @@ def test_first_enters_alone_and_a_failure_lets_the_next_try(tmp_path, fail):
         process.join()
     lines = sorted(line.split() for line in (tmp_path / "log").read_text().splitlines())
     assert [cached for *_, cached in lines].count("False") == 1 and lines[0][2] == "False"
-    assert all(float(before[1]) <= float(after[0]) for before, after in zip(lines, lines[1:]))  # never two at once
+    assert all(float(before[1]) <= float(after[0]) for before, after in pairwise(lines))  # never two at once
     assert sorted(process.exitcode for process in processes) == ([0, 0, 0, 1] if fail else [0, 0, 0, 0])
     assert len(lines) == (3 if fail else 4)

@@ -103,7 +103,7 @@ def evening(folder, stop_at=None, fail_at=None, precision="fp32", keywords=None)
 
 def summary(result):
     """Without epoch rows that a resume in the middle cannot count: their number of updates in this process."""
-    state, digest, trail, counter, best, name = result
+    state, digest, trail, counter, best, _name = result
     return state, digest, [row if row[0] != "epoch" else row[:2] + row[3:] for row in trail], counter, best
 
 

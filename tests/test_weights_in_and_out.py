@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evener.checkpoint import CheckpointError, export, load_weights, save, store
+from evener.checkpoint import export, load_weights, save, store
 from evener.dist.blank import blank
-from evener.errors import UsageError
+from evener.errors import CheckpointError, UsageError
 
 
 def net(seed: int = 0) -> torch.nn.Sequential:

@@ -17,6 +17,7 @@ _WHERE = {
     "Update": "evener.engine",
     "Epoch": "evener.run",
     "Stopped": "evener.run",
+    "blank": "evener.dist.blank",
     "save": "evener.checkpoint",
     "load": "evener.checkpoint",
     "Engine": "evener.engine",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from evener.checkpoint import load as load
     from evener.checkpoint import save as save
     from evener.dist import comm as comm
+    from evener.dist.blank import blank as blank
     from evener.dist.device import device as device
     from evener.dist.first import first as first
     from evener.dist.info import rank as rank

@@ -82,6 +82,7 @@ class RunKeywords(TypedDict, total=False):
     output_device: Any
     scatter: Sequence[float] | Callable[..., Any] | None
     microbatch_size: int | None
+    weights: str | os.PathLike[str] | None
     dir: str | os.PathLike[str] | None
     save_every: int | str | None
     keep_checkpoints: int
@@ -126,6 +127,7 @@ class Config:
     scatter: Any = field(default=None, metadata=_row("step", checks.scatter))
     # memory
     microbatch_size: int | None = field(default=None, metadata=_row("memory", _MICROBATCHES))
+    weights: str | os.PathLike[str] | None = field(default=None, metadata=_row("memory", checks.existing))
     # survival and output
     dir: str | os.PathLike[str] | None = field(default=None, metadata=_row("output", checks.dir))
     save_every: int | str | None = field(default="10min", metadata=_row("output", checks.every))

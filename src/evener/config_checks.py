@@ -150,6 +150,18 @@ def on_nonfinite(name: str, value: Any) -> str:
     raise UsageError(f"{name}={shown(value)} is not known.", fix=[f"{name} is {allowed}"])
 
 
+def existing(name: str, value: Any) -> str | os.PathLike[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise refused(name, value, "None, or the path of a file or directory of weights")
+    if not os.path.exists(value):
+        raise UsageError(
+            f"{name}={os.fspath(value)!r} does not exist.", fix=[f"{name} is the path of a file of weights"]
+        )
+    return value
+
+
 def each(check: Check) -> Check:
     """One value, or {optimizer's name: value} where there are several optimizers."""
 

@@ -10,6 +10,7 @@
     ├── LossError           2     not connected, not a number, the wrong denominator
     ├── DataError           2     an empty dataset, a foreign sampler, a row that cannot be read
     │   └── WorkerError     1     a data worker that died or hangs
+    ├── CheckpointError     1     a checkpoint or weights that cannot be written, are torn, foreign, or do not fit
     ├── CollectiveError     1     ranks disagree: shapes, calls, a missing rank
     ├── LaunchError         1     processes that could not be started or ended badly
     └── NonFiniteError     66     `on_nonfinite="stop"`: too many updates in a row were not finite
@@ -110,6 +111,10 @@ class WorkerError(DataError):
     exit_code = 1
 
 
+class CheckpointError(EvenerError):
+    """A checkpoint or a file of weights that cannot be written, is torn, corrupt or foreign, or does not fit."""
+
+
 class CollectiveError(EvenerError):
     """Ranks disagree about a collective call, or one of them did not come."""
 
@@ -147,7 +152,7 @@ def one_of(name: str, value: object, allowed: Iterable[str], error: type[EvenerE
 def show_errors_without_traceback() -> None:
     """From now on an uncaught EvenerError prints its own text and the caller's line, not evener's frames.
 
-    Called where a user's script first hands us work (Run, Engine). The process then ends with the error's own exit code.
+    Called where a user's script first hands us work (Run, Engine). The process then ends with the error's exit code.
     Any other exception goes to the hook that was there before. Calling it twice changes nothing.
     """
     previous = sys.excepthook

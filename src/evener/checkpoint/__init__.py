@@ -16,16 +16,15 @@ import torch
 from evener.checkpoint import store
 from evener.checkpoint.agree import on_all, on_main
 from evener.checkpoint.folder import Checkpoints as Checkpoints
-from evener.checkpoint.problems import CheckpointError as CheckpointError
 from evener.checkpoint.problems import some
 from evener.checkpoint.weights import export as export
 from evener.checkpoint.weights import load_weights as load_weights
 from evener.checkpoint.weights import misfit, unwrapped
 from evener.dist import here
 from evener.dist.blank import fill
-from evener.errors import UsageError, nearest
+from evener.errors import CheckpointError, UsageError, nearest
 
-__all__ = ["CheckpointError", "Checkpoints", "export", "load", "load_weights", "save"]
+__all__ = ["Checkpoints", "export", "load", "load_weights", "save"]
 
 
 def save(dir: str | os.PathLike[str], /, **objects: Any) -> None:

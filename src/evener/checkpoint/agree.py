@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from evener.checkpoint.problems import CheckpointError
 from evener.dist import comm, here
-from evener.errors import EvenerError, ModelError, UsageError
+from evener.errors import CheckpointError, EvenerError, ModelError, UsageError
 
 T = TypeVar("T")
 _KINDS: dict[str, type[EvenerError]] = {kind.__name__: kind for kind in (CheckpointError, ModelError, UsageError)}

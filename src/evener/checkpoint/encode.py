@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import struct
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from evener.checkpoint.problems import CheckpointError
 from evener.checkpoint.tensors import CODES
+from evener.errors import CheckpointError
 
 _DEEPEST = 100  # levels; beyond it a state contains itself, or would exhaust the stack of a JSON reader
 _NUMPY_KINDS = "biufcSUmM"  # numpy dtypes that are plain bytes: no objects, no structures
@@ -49,7 +50,16 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """
     try:
         return _Decoder(tensors).state(tree)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        struct.error,
+    ) as error:
         raise CheckpointError(
             "The manifest holds something that evener does not write.", evidence=[f"{type(error).__name__}: {error}"]
         ) from None
@@ -68,7 +78,8 @@ class _Encoder:
             # Python refuses to read decimal numbers of more than 4300 digits.
             return value if value.bit_length() <= 64 else {"$int": hex(value)}
         if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
+            # As bits: a NaN keeps its sign and payload.
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if depth > _DEEPEST:
             raise CheckpointError(
                 f"{path[:60]}... is nested more than {_DEEPEST} levels deep.", fix=["does a part of it contain itself?"]
@@ -207,7 +218,7 @@ class _Decoder:
             case "$int":
                 return int(value, 16)
             case "$float":
-                return float(value)
+                return struct.unpack(">d", bytes.fromhex(value))[0]
             case "$bytes":
                 return base64.b64decode(value, validate=True)
             case "$range":

@@ -11,8 +11,7 @@ from typing import Any
 from evener.checkpoint import store
 from evener.checkpoint.agree import on_all, on_main
 from evener.checkpoint.manifest import check
-from evener.checkpoint.problems import CheckpointError
-from evener.errors import UsageError
+from evener.errors import CheckpointError, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _NUMBERED = re.compile(r"update-(0|[1-9][0-9]*)")

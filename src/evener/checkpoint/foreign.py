@@ -17,8 +17,9 @@ import torch
 
 from evener.checkpoint import store
 from evener.checkpoint.manifest import MANIFEST
-from evener.checkpoint.problems import CheckpointError, some
+from evener.checkpoint.problems import some
 from evener.checkpoint.tensors import open_file
+from evener.errors import CheckpointError
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 # As the usual savers name them: transformers, accelerate, diffusers.

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from evener.checkpoint.problems import CheckpointError, some
+from evener.checkpoint.problems import some
 from evener.checkpoint.tensors import Record
+from evener.errors import CheckpointError
 
 FORMAT, VERSION = "evener checkpoint", 1
 MANIFEST = "manifest.json"

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, in one class, and what the operating system's refusals mean."""
+"""What the operating system's refusals mean for checkpoints, and how many names are shown."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from evener.errors import EvenerError
-
-
-class CheckpointError(EvenerError):
-    """A checkpoint or a file of weights that cannot be written, is torn, corrupt or foreign, or does not fit."""
+from evener.errors import CheckpointError
 
 
 def some(names: Iterable[object], most: int = 5) -> str:

@@ -25,8 +25,9 @@ import torch
 
 from evener.checkpoint.encode import decode, encode
 from evener.checkpoint.manifest import MANIFEST, OURS, check, seal
-from evener.checkpoint.problems import CheckpointError, some, unwritten
+from evener.checkpoint.problems import some, unwritten
 from evener.checkpoint.tensors import Record, create, file_pieces, open_file, split, write_pieces
+from evener.errors import CheckpointError
 
 _LEFTOVER = re.compile(r"\.(.+)\.([0-9a-f]{8})\.(tmp|old)")
 _FILE_BYTES = 2 << 30

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from evener.checkpoint.problems import CheckpointError
+from evener.errors import CheckpointError
 
 # The dtypes that every reader of safetensors since 0.4 knows, and complex64.
 CODES = {

@@ -13,11 +13,11 @@ import torch
 
 from evener.checkpoint.agree import on_main
 from evener.checkpoint.foreign import read_weights
-from evener.checkpoint.problems import CheckpointError, some, unwritten
+from evener.checkpoint.problems import some, unwritten
 from evener.checkpoint.store import sync_directory
 from evener.checkpoint.tensors import CODES, create, file_pieces, split, write_pieces
 from evener.dist.blank import fill
-from evener.errors import UsageError
+from evener.errors import CheckpointError, UsageError
 
 _PREFIXES = ("module.", "model.")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-import numpy
 import torch
 
-from evener.checkpoint import Checkpoints
 from evener.checkpoint.weights import export as export_weights
+from evener.checkpoint.weights import load_weights
 from evener.config import Config, ConfigFile, RunKeywords
-from evener.config_checks import seconds_of
 from evener.data import Cursor, Feed, Order, Portion, source_of
 from evener.dist import Group, comm
 from evener.dist import device as devices
+from evener.dist.blank import materialise
 from evener.dist.mix import mix
 from evener.engine import Engine, Update
 from evener.engine.step import Models, Optimizers, Part
@@ -34,7 +32,8 @@ from evener.run.epoch import Epoch, Sums
 from evener.run.evaluate import MetricFn, evaluate, predict
 from evener.run.output import Output
 from evener.run.profile import Profile
-from evener.run.resume import FINISHED, differences, identity, refuse, siblings
+from evener.run.resume import FINISHED, identity
+from evener.run.saving import Saving
 from evener.run.stop import Stopped, stop_signals
 
 _PREPARE = 3  # a stream of randomness of its own, apart from the model's
@@ -100,10 +99,7 @@ class Run:
         self.device = devices.device(plan.device if plan else None)
         self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)
         self.cursor = Cursor()
-        self.state: dict[str, Any] = {}
         self.total: int | None = None  # updates (or batches) of the loop that runs now
-        self._registered: dict[str, Any] = {}
-        self._waiting: dict[str, Any] = {}  # states of objects that are not registered yet
         self._portions: dict[int, Portion] = {}  # of this update and the one before, whose flag lands during it
         self._epoch_sums = Sums()
         self._batches = 0
@@ -112,6 +108,7 @@ class Run:
         self._closed = False
         self._output: Output | None = None
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
+        weight_notes = self._give_values(model)
         self.engine = self._engine(model, optimizer, loss_fn)
         self.feed = Feed(
             source,
@@ -131,11 +128,8 @@ class Run:
         )
         self.feed.updates_in(0)  # an epoch without any update is refused here, not later
         self.profile = Profile(config.profile, self.device)
-        self.identity = identity(config, self.engine, source.rows)
-        self._every = config.save_every if isinstance(config.save_every, int) else None
-        self._every_seconds = seconds_of(config.save_every) if isinstance(config.save_every, str) else None
-        self._saved_at = (0, time.monotonic())
-        self._begin(source.notes)
+        self.saving = Saving(config, self.engine, identity(config, self.engine, source.rows))
+        self._begin([*source.notes, *weight_notes])
         atexit.register(self.close)
 
     def _engine(self, model: Models, optimizer: Optimizers, loss_fn: Callable[..., Any] | None) -> Engine:
@@ -172,15 +166,28 @@ class Run:
             report=self._report,
         )
 
+    def _give_values(self, model: Models) -> list[str]:
+        """Weights from a file, and storage for a blank model. Returns lines to show."""
+        models = {"": model} if isinstance(model, torch.nn.Module) else dict(model)
+        if self.config.weights is not None:
+            if len(models) > 1:
+                raise UsageError("weights= is for one model.", fix=["evener.load(dir, g=generator, d=discriminator)"])
+            return load_weights(next(iter(models.values())), self.config.weights, device=self.device)
+        for one in models.values():
+            tensors = (*one.parameters(), *one.buffers()) if isinstance(one, torch.nn.Module) else ()
+            if any(tensor.is_meta for tensor in tensors):
+                materialise(one, self.device, self.config.seed)
+        return []
+
     def _begin(self, source_notes: Sequence[str]) -> None:
         """Choose the directory (continue one, or start a new one), open it on rank 0, and say what was decided."""
         config = self.config
         wanted = Path(config.dir) if config.dir is not None else Path("runs") / script_name()
         with self.group.call("the constructor of Run or Engine"):
-            path, saved, notes = self._find_checkpoint(wanted)
+            path, saved, notes = self.saving.find(wanted, self.is_main)
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
-        self.checkpoints = Checkpoints(self.path / "checkpoints", keep=config.keep_checkpoints)
+        self.saving.open(self.path)
         folder, say = self._output.folder, self._output.console.say
         folder.write_config(config.as_json())
         versions = {"evener": _version(), "torch": torch.__version__}
@@ -198,34 +205,6 @@ class Run:
             say(f"  continues {self.path} after {self.number} updates")
             folder.event("resume", update=self.number - 1, checkpoint=f"update-{self.number}")
 
-    def _find_checkpoint(self, wanted: Path) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
-        """(directory to continue, its state, lines to show). Newest first. Collective: rank 0's disk decides."""
-        lines: list[str] = []
-        if self.config.resume == "never":
-            return None, None, lines
-        found: list[tuple[str, bool]] = comm.broadcast(
-            [(str(path), (path / FINISHED).exists()) for path in siblings(wanted)] if self.is_main else None
-        )
-        for name, finished in found:
-            checkpoints = Checkpoints(Path(name) / "checkpoints", keep=self.config.keep_checkpoints)
-            newest, notes = checkpoints.newest()
-            lines += notes
-            if newest is None:
-                continue
-            states, about = checkpoints.load(newest)
-            differ = differences(about["identity"], self.identity)
-            if finished:
-                lines.append(f"{name} is a finished run")
-            elif differ:
-                lines += [f"{name} is another run:", *(f"  {line}" for line in differ)]
-            else:
-                return Path(name), states, lines
-            if self.config.resume == "auto":
-                break
-        if self.config.resume == "must":
-            raise refuse(f"nothing in {wanted} can be continued.", lines or ["there is no checkpoint"])
-        return None, None, lines
-
     # ------------------------------------------------------------------------------------------------ what it is
 
     @property
@@ -237,6 +216,11 @@ class Run:
     def ema(self) -> torch.nn.Module | None:
         """The running average of the model as a module of its own (`ema=`), for evaluate(model=run.ema)."""
         return self.engine.ema.module if self.engine.ema is not None else None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON values of your own, saved and restored with the run."""
+        return self.saving.state
 
     @property
     def number(self) -> int:
@@ -440,7 +424,7 @@ class Run:
             target.schedule.build(total)
         if steps > 0:
             self._show_schedules(steps)
-        self._saved_at = (self.number, time.monotonic())
+        self.saving.start(self.number)
         try:
             with stop_signals(self._asked_by_signal):
                 yield from items
@@ -465,13 +449,10 @@ class Run:
         stop, save = self.engine.agreed()
         if stop:
             self._save_and_stop()
-        number, when = self._saved_at
-        due = self._every is not None and self.number // self._every > number // self._every
-        if self._every_seconds is not None and self.is_main and time.monotonic() - when >= self._every_seconds:
+        if self.is_main and self.saving.time_is_up():
             # Clocks differ between ranks: rank 0's decides, and the request travels with the next update.
             self.engine.asks_to_save = 1.0
-            self._saved_at = (number, time.monotonic())
-        if due or save:
+        if save or self.saving.is_due(self.number):
             self._save(self.number)
 
     def _save_and_stop(self) -> None:
@@ -582,14 +563,7 @@ class Run:
 
         After a resume its saved state is loaded at once. Called on all ranks.
         """
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise UsageError(
-                f"register({name!r}): a {type(thing).__name__} has no state_dict() and load_state_dict().",
-                fix=["run.state[name] = value keeps JSON values"],
-            )
-        self._registered[name] = thing
-        if name in self._waiting:
-            thing.load_state_dict(self._waiting.pop(name))
+        self.saving.register(name, thing)
 
     def save(self, name: str) -> None:
         """A checkpoint under a name of its own, which is kept: `run.save("best")`. Collective."""
@@ -599,7 +573,7 @@ class Run:
     def load(self, name: str) -> None:
         """Put everything back to the checkpoint saved under `name`, the data position included. Collective."""
         with self.group.call("load"):
-            self._restore(self.checkpoints.load(self.checkpoints.path(name))[0])
+            self._restore(self.saving.read(name))
 
     def export(self, path: str | os.PathLike[str], *, model: torch.nn.Module | None = None) -> None:
         """Weights with plain names as safetensors: of the run's model, or `model=run.ema`. Collective."""
@@ -608,44 +582,20 @@ class Run:
 
     def _save(self, name: str | int) -> None:
         began = time.perf_counter()
-        states = {
-            "engine": self.engine.state_dict(),
-            "registered": {key: thing.state_dict() for key, thing in self._registered.items()} | self._waiting,
-            "random": {
-                # Between updates a user's own draws go on where they were. All ranks continue from rank 0's.
-                "python": random.getstate(),
-                "numpy": numpy.random.get_state(legacy=False),
-                "torch": self.engine.randomness.save(),
-            },
-            "run": {
-                "cursor": [self.cursor.epoch, self.cursor.offset],
-                "batches": self._batches,
-                "state": self.state,
-                "epoch": self._epoch_sums.state_dict(),
-            },
+        position = {
+            "cursor": [self.cursor.epoch, self.cursor.offset],
+            "batches": self._batches,
+            "epoch": self._epoch_sums.state_dict(),
         }
-        about = {"update": self.number, "identity": self.identity, "fingerprint": self.engine.fingerprint()}
-        for note in self.checkpoints.save(name, states, about):
+        path, notes = self.saving.write(name, position, self.number)
+        for note in notes:
             self._out.console.say(note)
-        if isinstance(name, int):
-            self._saved_at = (self.number, time.monotonic())
-        path = str(self.checkpoints.path(name))
         self._out.folder.event("checkpoint", update=self.number - 1, path=path, seconds=_since(began))
 
     def _restore(self, states: Mapping[str, Any]) -> None:
-        run, drawn = states["run"], states["random"]
-        self.engine.load_state_dict(states["engine"])
-        self.cursor, self._batches = Cursor(*run["cursor"]), run["batches"]
-        self.state = run["state"]
-        self._epoch_sums.load_state_dict(run["epoch"])
-        self._waiting = dict(states["registered"])
-        for key, thing in self._registered.items():
-            if key in self._waiting:
-                thing.load_state_dict(self._waiting.pop(key))
-        random.setstate(drawn["python"])
-        numpy.random.set_state(drawn["numpy"])
-        if len(drawn["torch"]) == len(self.engine.randomness.generators):  # another kind of device has its own
-            self.engine.randomness.restore(drawn["torch"])
+        position = self.saving.restore(states)
+        self.cursor, self._batches = Cursor(*position["cursor"]), position["batches"]
+        self._epoch_sums.load_state_dict(position["epoch"])
 
     def _loss_fn(self) -> MetricFn:
         if self.engine.loss_fn is None:

@@ -1,0 +1,136 @@
+"""What a run saves and when, and what it continues from."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from evener.checkpoint import Checkpoints
+from evener.config import Config
+from evener.config_checks import seconds_of
+from evener.dist import comm
+from evener.engine import Engine
+from evener.errors import UsageError
+from evener.run.resume import FINISHED, differences, refuse, siblings
+
+
+class Saving:
+    """The checkpoints of one run: engine, registered objects, the user's own values, generators, the data position.
+
+    `find`, `open`, `write`, `read` and `restore` are called on all ranks together.
+    """
+
+    def __init__(self, config: Config, engine: Engine, identity: Mapping[str, Any]) -> None:
+        self.config, self.engine, self.identity = config, engine, identity
+        self.state: dict[str, Any] = {}
+        self.registered: dict[str, Any] = {}
+        self.waiting: dict[str, Any] = {}  # restored states of objects that are not registered yet
+        every = config.save_every
+        self.every = every if isinstance(every, int) else None
+        self.every_seconds = seconds_of(every) if isinstance(every, str) else None
+        self.saved_at = (0, time.monotonic())
+        self.checkpoints: Checkpoints | None = None
+
+    def find(self, wanted: Path, is_main: bool) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
+        """(directory to continue, its state, lines to show). Newest first. Rank 0's disk decides for all.
+
+        Raises:
+            UsageError: `resume="must"` and nothing fits.
+        """
+        lines: list[str] = []
+        if self.config.resume == "never":
+            return None, None, lines
+        found: list[tuple[str, bool]] = comm.broadcast(
+            [(str(path), (path / FINISHED).exists()) for path in siblings(wanted)] if is_main else None
+        )
+        for name, finished in found:
+            checkpoints = Checkpoints(Path(name) / "checkpoints", keep=self.config.keep_checkpoints)
+            newest, notes = checkpoints.newest()
+            lines += notes
+            if newest is None:
+                continue
+            states, about = checkpoints.load(newest)
+            differ = differences(about["identity"], self.identity)
+            if finished:
+                lines.append(f"{name} is a finished run")
+            elif differ:
+                lines += [f"{name} is another run:", *(f"  {line}" for line in differ)]
+            else:
+                return Path(name), states, lines
+        if self.config.resume == "must":
+            raise refuse(f"nothing in {wanted} can be continued.", lines or ["there is no checkpoint"])
+        return None, None, lines
+
+    def open(self, folder: Path) -> None:
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep=self.config.keep_checkpoints)
+
+    def start(self, number: int) -> None:
+        """A loop begins: periods count from here."""
+        self.saved_at = (number, time.monotonic())
+
+    def is_due(self, number: int) -> bool:
+        """Whether `save_every=` updates have passed a multiple since the last save; the same on every rank."""
+        return self.every is not None and number // self.every > self.saved_at[0] // self.every
+
+    def time_is_up(self) -> bool:
+        """Whether `save_every="10min"` has passed on this rank's clock; starts the next period when it has."""
+        number, when = self.saved_at
+        if self.every_seconds is None or time.monotonic() - when < self.every_seconds:
+            return False
+        self.saved_at = (number, time.monotonic())
+        return True
+
+    def register(self, name: str, thing: Any) -> None:
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f"register({name!r}): a {type(thing).__name__} has no state_dict() and load_state_dict().",
+                fix=["run.state[name] = value keeps JSON values"],
+            )
+        self.registered[name] = thing
+        if name in self.waiting:
+            thing.load_state_dict(self.waiting.pop(name))
+
+    def write(self, name: str | int, position: Mapping[str, Any], number: int) -> tuple[str, list[str]]:
+        """Returns where it was written, and lines to show."""
+        assert self.checkpoints is not None
+        states = {
+            "engine": self.engine.state_dict(),
+            "registered": {key: thing.state_dict() for key, thing in self.registered.items()} | self.waiting,
+            "random": {
+                # Between updates a user's own draws go on where they were. All ranks continue from rank 0's.
+                "python": random.getstate(),
+                "numpy": numpy.random.get_state(legacy=False),
+                "torch": self.engine.randomness.save(),
+            },
+            "run": {**position, "state": self.state},
+        }
+        about = {"update": number, "identity": self.identity, "fingerprint": self.engine.fingerprint()}
+        notes = self.checkpoints.save(name, states, about)
+        if isinstance(name, int):
+            self.saved_at = (number, time.monotonic())
+        return str(self.checkpoints.path(name)), notes
+
+    def read(self, name: str) -> Mapping[str, Any]:
+        assert self.checkpoints is not None
+        return self.checkpoints.load(self.checkpoints.path(name))[0]
+
+    def restore(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put everything back; returns the position that `write` was given."""
+        self.engine.load_state_dict(states["engine"])
+        self.state = states["run"]["state"]
+        self.waiting = dict(states["registered"])
+        for key, thing in self.registered.items():
+            if key in self.waiting:
+                thing.load_state_dict(self.waiting.pop(key))
+        drawn = states["random"]
+        random.setstate(drawn["python"])
+        numpy.random.set_state(drawn["numpy"])
+        if len(drawn["torch"]) == len(self.engine.randomness.generators):  # another kind of device has its own
+            self.engine.randomness.restore(drawn["torch"])
+        position: Mapping[str, Any] = states["run"]
+        return position
