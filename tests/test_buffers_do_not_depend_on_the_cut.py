@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import evener
 from evener.engine.cut import Cut
+from evener.engine.step import apply, backward, unscale
 from tests.models import mlp_rows
 
 ROWS, SLICE = 22, 5
@@ -75,10 +76,10 @@ def one_update(exact):
     cut = Cut(evener.rank(), evener.world_size(), None, SLICE)
     x, y = mlp_rows(ROWS)
     parts = [(i, b - a, (x[a:b], y[a:b])) for i, (a, b) in cut.numbered(ROWS)]
-    engine._backward(engine.targets[""], None, parts, ROWS)
-    engine._unscale()
+    done = backward(engine, engine.targets[""], row_mean, parts, ROWS)
+    unscale(done)
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-    engine.apply()
+    apply(engine, done, fold=False)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     for _ in range(2):
         engine.step_parts(parts, ROWS)

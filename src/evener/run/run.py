@@ -23,7 +23,8 @@ from evener.dist import device as devices
 from evener.dist.blank import materialise
 from evener.dist.mix import mix
 from evener.engine import Engine, Update
-from evener.engine.step import Models, Optimizers, Part
+from evener.engine.engine import Models, Optimizers
+from evener.engine.step import Part
 from evener.errors import UsageError, show_errors_without_traceback
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.contract import Contract, PrecisionWords, contract_line, lr_line

@@ -1,0 +1,467 @@
+"""`Engine`: models, optimizers and the decisions of a training, one update after another. The step is in step.py."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from evener import batch as batches
+from evener.dist import Group, comm
+from evener.dist import device as devices
+from evener.engine.buffers import Buffers
+from evener.engine.digest import digest_of
+from evener.engine.ema import Ema
+from evener.engine.flags import Flags
+from evener.engine.optim import check_parameters
+from evener.engine.pins import Pins
+from evener.engine.precision import Precision, cast_parameters, decide
+from evener.engine.randomness import Randomness
+from evener.engine.scaler import LossScale
+from evener.engine.schedule import Schedule
+from evener.engine.setup import (
+    by_name,
+    check_model,
+    choose_strategy,
+    decide_batch,
+    for_target,
+    freeze_batchnorm,
+    has_batchnorm,
+)
+from evener.engine.spread.choose import make_spread
+from evener.engine.step import Open, Part, apply, backward, unscale
+from evener.engine.target import LossFn, Target
+from evener.engine.update import Update
+from evener.errors import BatchSizeError, UsageError, one_of, show_errors_without_traceback
+
+Report = Callable[[str, int, dict[str, Any]], None]
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+Models = torch.nn.Module | Mapping[str, torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+
+
+class Engine:
+    """The part of `Run` without data, checkpoints and logs.
+
+    Constructed on all ranks together (it makes or adopts the process group and broadcasts rank 0's parameters and
+    buffers). `step(batch)` is one update; `batch` is this rank's rows (None for none), and the union over ranks is the
+    global batch. `backward(batch)` then `apply()` is the same in two halves: between them `.grad` is final, that is
+    reduced over ranks, unscaled and not yet clipped.
+
+    Args:
+        model: A plain module, or {name: module}; moved to `device`, never wrapped. loss_fn gets what was passed here.
+        optimizer: Over the model's parameters, or {name: optimizer}; then `step(batch, optimizer=name)` trains one of
+            them and leaves the others' `.grad` alone. SGD, Adam, AdamW and Adagrad are switched to their fused kernels
+            where the choice was left to torch, because those skip an update on the device.
+        loss_fn: `loss_fn(model, batch)` returns a scalar (the mean over its rows), a `Mean`, or (either, {name: Mean}).
+            None where every step gets its own.
+        device: None for `evener.device()`.
+        precision, strategy, exact, coupled, slice_size, microbatch_size, seed, scheduler, schedule_by, max_grad_norm,
+            before_step, on_nonfinite, scaler, batchnorm, ema, compile, split, loss_is: as for `Run`. With several
+            optimizers scheduler, max_grad_norm and scaler may be given by name.
+        global_batch_size: Only for the default slice size; the batches passed to `step` decide.
+        group: A `Group` to use instead of making one.
+        report: Called as report(kind, update number, fields) for what a log should know: skipped updates, parameters
+            without gradient, a falling loss scale. The default warns.
+
+    Raises:
+        ModelError, OptimizerError, PrecisionError, BatchSizeError, DeviceError, UsageError: before anything has run.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        optimizer: Optimizers,
+        loss_fn: LossFn | None = None,
+        *,
+        device: str | int | torch.device | None = None,
+        precision: Any = "auto",
+        strategy: str = "auto",
+        global_batch_size: int | None = None,
+        microbatch_size: int | None = None,
+        slice_size: int | None = None,
+        exact: bool = False,
+        coupled: bool | None = None,
+        seed: int = 0,
+        scheduler: Any = None,
+        schedule_by: str = "update",
+        max_grad_norm: Any = None,
+        before_step: Callable[[Any], object] | None = None,
+        on_nonfinite: str = "skip",
+        scaler: Any = None,
+        batchnorm: str = "slice",
+        ema: float | None = None,
+        compile: bool = False,
+        split: batches.Split | None = None,
+        loss_is: str | None = None,
+        device_ids: Sequence[int] | None = None,
+        output_device: int | None = None,
+        scatter: Any = None,
+        group: Group | None = None,
+        report: Report | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        show_errors_without_traceback()
+        models, optimizers = by_name("model", model), by_name("optimizer", optimizer)
+        for one in models.values():
+            check_model(one)
+        self.given = model if isinstance(model, torch.nn.Module) else models  # what loss_fn sees
+        # One module that holds all of them: for names, buffers, state and digest.
+        self.model = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleDict(models)
+        self.loss_fn = loss_fn
+        self.device = devices.device(device)
+        self.precision: Precision = decide(precision, self.device)
+        self.report: Report = report or _warn
+        parameters = {name: check_parameters(self.model, one) for name, one in optimizers.items()}
+        if loss_is is not None:
+            one_of("loss_is", loss_is, ["row mean"])
+        one_of("batchnorm", batchnorm, ["slice", "frozen"])
+        if batchnorm == "frozen":
+            freeze_batchnorm(self.model)
+        self.group = group if group is not None else Group(self.device, timeout=timeout)
+        self.owns_group = group is None
+        rank, world = self.group.rank, self.group.world_size
+        self.distributed = world > 1
+        self.strategy = choose_strategy(strategy, world)
+        self.batch = decide_batch(
+            global_batch_size=global_batch_size,
+            microbatch_size=microbatch_size,
+            slice_size=slice_size,
+            exact=exact,
+            coupled=coupled,
+            batchnorm=has_batchnorm(self.model),
+            rank=rank,
+            world_size=world,
+        )
+        self.cut = self.batch.cut
+        self.split, self.before_step = split, before_step
+        self.notes: list[str] = [self.precision.because] if self.precision.because else []
+
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.pins = Pins(exact=exact, tf32=self.precision.name == "tf32", device=self.device)
+        self.master = next(iter(parameters.values()))[0].dtype
+        self._place(models, optimizers, compile)
+        if world > 1:
+            with self.group.call("the constructor of Run or Engine"):
+                for tensor in (*self.model.parameters(), *self.model.buffers()):
+                    torch.distributed.broadcast(tensor.detach(), 0)
+        if scaler is not None and not self.precision.scaler:
+            raise UsageError(
+                f"scaler= was given, but precision {self.precision.name} needs no loss scale.",
+                fix=['precision="fp16"', "or leave scaler out"],
+            )
+        self.targets: dict[str, Target] = {}
+        names = list(optimizers)
+        for name, one in optimizers.items():
+            norm = for_target("max_grad_norm", max_grad_norm, name, names)
+            if norm is not None and not norm > 0:
+                raise UsageError(f"max_grad_norm={norm!r} must be larger than 0.", fix=["max_grad_norm=None: no clip"])
+            spread = make_spread(
+                self.strategy,
+                parameters[name],
+                batch=self.batch,
+                rank=rank,
+                world_size=world,
+                reduce_dtype=self.precision.reduce,
+                device=self.device,
+                device_ids=device_ids,
+                output_device=output_device,
+                scatter=scatter,
+                notes=self.notes,
+            )
+            settings = for_target("scaler", scaler, name, names)
+            self.targets[name] = Target(
+                name,
+                one,
+                parameters[name],
+                spread,
+                loss_scale=LossScale(settings, self.device) if self.precision.scaler else None,
+                schedule=Schedule(for_target("scheduler", scheduler, name, names), one, schedule_by),
+                flags=Flags(self.device, on_nonfinite, self.report),
+                max_grad_norm=norm,
+                exact=exact,
+                loss_is=loss_is,
+            )
+            if len(names) > 1:
+                self.targets[name].inputs = parameters[name]
+        self.randomness = Randomness(seed, self.device, rank=rank, per_slice=self.cut.slice_size is not None)
+        self.buffers = Buffers(self.model, world_size=world, agree=_union)
+        self.ema = Ema(self.model, ema) if ema is not None else None
+        self.autocast: Autocast | None = None
+        if self.precision.compute is not None:
+            self.autocast = functools.partial(torch.autocast, self.device.type, dtype=self.precision.compute)
+        # What this rank asks of all ranks: it travels with the next update's losses.
+        self.asks_to_stop = self.asks_to_save = 0.0
+        self.number = 0
+        self.began = time.perf_counter()  # of the update in work
+        self._open: Open | None = None
+
+    def _place(self, models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Any], compile: bool) -> None:
+        """Device and dtypes of the models; parameter objects stay the same, so the optimizers keep holding them."""
+        self.model.to(self.device)
+        for optimizer in optimizers.values():
+            _move_state(optimizer, self.device)
+        if self.precision.param is not None:
+            kept = cast_parameters(self.model, self.precision.param)
+            if kept:
+                self.notes.append(f"kept in fp32: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}")
+        for model in models.values():
+            if self.precision.param is not None:
+                model.register_forward_pre_hook(_cast_input(self.precision.param), with_kwargs=True)
+            if self.precision.output is not None:
+                model.register_forward_hook(_cast_output(self.precision.output))
+            if compile:
+                model.compile()
+
+    # ------------------------------------------------------------------------------------------------ public
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, where there is one."""
+        return self._target(None).optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The schedule, where there is one optimizer; else {name: schedule}."""
+        if len(self.targets) > 1:
+            return {name: target.schedule.scheduler for name, target in self.targets.items()}
+        return self._target(None).schedule.scheduler
+
+    def step(self, batch: Any, loss_fn: LossFn | None = None, *, optimizer: str | None = None) -> Update:
+        """One update from this rank's rows. Collective; reads nothing from the device in the proven state.
+
+        Args:
+            loss_fn: Instead of the engine's own.
+            optimizer: Which one, where there are several.
+        """
+        parts, rows = self._parts(batch)
+        done = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows)
+        return apply(self, done, fold=self.before_step is None)
+
+    def backward(self, batch: Any, loss_fn: LossFn | None = None, *, optimizer: str | None = None) -> None:
+        """Forward, backward and reduction: afterwards `.grad` is final, unscaled and not yet clipped. Collective.
+
+        Called again before `apply` it starts over from the same randomness (sharpness-aware minimisation).
+        """
+        parts, rows = self._parts(batch)
+        self._open = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows)
+        unscale(self._open)
+
+    def apply(self) -> Update:
+        """Finite vote, clip, optimizer, schedule: the second half of an update. Called on all ranks."""
+        if self._open is None:
+            raise UsageError("apply() without a backward(batch) before it.", fix=["engine.backward(batch)"])
+        done, self._open = self._open, None
+        return apply(self, done, fold=False)
+
+    def step_parts(
+        self,
+        parts: Sequence[Part],
+        rows: int,
+        *,
+        all_delivered: bool = True,
+        loss_fn: LossFn | None = None,
+        optimizer: str | None = None,
+    ) -> Update:
+        """As `step`, for rows that `self.cut` has cut: (number, rows, batch) each. `rows`: of the whole global batch.
+
+        all_delivered: False where rows may be missing (bad rows skipped), on any rank: then they are counted.
+        """
+        done = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows, all_delivered)
+        return apply(self, done, fold=self.before_step is None)
+
+    def digest(self) -> str:
+        """sha256 over parameters, buffers and optimizer state in name order. Collective; reads everything."""
+        self.settle()
+        with self.group.call("digest"):
+            return digest_of(self.model, [target.optimizer for target in self.targets.values()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next update depends on, apart from the data. Tensors are clones. Waits for the device."""
+        self.settle()
+        return {
+            "model": {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
+            "ema": self.ema.state_dict() if self.ema is not None else None,
+            "targets": {name: target.state_dict() for name, target in self.targets.items()},
+            "number": self.number,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`. Called on all ranks with the same state; no communication.
+
+        Raises:
+            UsageError: the state belongs to another precision, to other optimizers, or has parts this engine lacks.
+        """
+        if set(state["targets"]) != set(self.targets):
+            raise UsageError(
+                f"the state is of the optimizers {sorted(state['targets'])}, this engine has {sorted(self.targets)}.",
+                fix=["construct the engine with the same optimizers"],
+            )
+        if (state["ema"] is None) != (self.ema is None):
+            raise UsageError(
+                "the state has an average of the weights (ema) and this engine none, or the reverse.",
+                fix=["construct the engine with the same ema="],
+            )
+        self.model.load_state_dict(state["model"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        for name, target in self.targets.items():
+            target.load_state_dict(state["targets"][name])
+        self.number = state["number"]
+
+    def settle(self) -> None:
+        """Read the last updates' flags and make their schedule steps. Waits for the device; no communication."""
+        for target in self.targets.values():
+            target.settle()
+
+    def agreed(self) -> tuple[bool, bool]:
+        """(stop, save): what any rank asked for, once it is known on every rank; the same answer on every rank at the
+        same update. Resets what it returns. No communication, no host sync: requests land with the flags.
+        """
+        if self.device.type == "cpu":
+            self.settle()  # nothing to wait for: the answer is one update younger
+        if not self.distributed:
+            answer = bool(self.asks_to_stop), bool(self.asks_to_save)
+            self.asks_to_stop = self.asks_to_save = 0.0
+            return answer
+        stop = save = False
+        for target in self.targets.values():
+            stop, save = stop or target.flags.requests[0] > 0, save or target.flags.requests[1] > 0
+            target.flags.requests = [0.0, 0.0]
+        if stop:
+            self.asks_to_stop = 0.0
+        return stop, save
+
+    @property
+    def watches_labels(self) -> bool:
+        """Whether some loss is, or may turn out to be, a plain scalar that must not meet labels of -100."""
+        return any(target.scalar is not False and target.loss_is is None for target in self.targets.values())
+
+    def note_ignored_labels(self) -> None:
+        """A batch's `labels` hold -100: refused for targets whose loss is a plain scalar."""
+        for target in self.targets.values():
+            target.note_ignored_labels()
+
+    def close(self) -> None:
+        """Undo what the constructor set outside the engine: hooks, pinned settings, a process group of its own."""
+        try:
+            self.settle()
+        finally:
+            for target in self.targets.values():
+                target.spread.close()
+            self.pins.close()
+            if self.owns_group:
+                self.group.close()
+
+    def _target(self, name: str | None) -> Target:
+        if name is None:
+            if len(self.targets) > 1:
+                raise UsageError(
+                    f"there are {len(self.targets)} optimizers: {', '.join(self.targets)}.",
+                    fix=[f'optimizer="{next(iter(self.targets))}"'],
+                )
+            return next(iter(self.targets.values()))
+        return self.targets[one_of("optimizer", name, self.targets)]
+
+    def _loss(self, loss_fn: LossFn | None) -> LossFn:
+        loss_fn = loss_fn if loss_fn is not None else self.loss_fn
+        if loss_fn is None:
+            raise UsageError("there is no loss_fn.", fix=["step(batch, loss_fn)", "or give one to the constructor"])
+        return loss_fn
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def _parts(self, batch: Any) -> tuple[list[Part], int | None]:
+        """This rank's rows, cut. With slices the ranks tell each other their row counts, for the slices' numbers."""
+        rows = 0 if batch is None else batches.rows(batch, self.split)
+        world = self.group.world_size
+        size = self.cut.slice_size
+        if size is None and world == 1 and 0 < rows <= (self.cut.microbatch_size or rows):
+            return [(0, rows, batches.move(batch, self.device))], rows
+        offset, total = 0, rows if world == 1 else None
+        if size is not None and world > 1:
+            counts: list[int] = comm.all_gather(rows)
+            offset, total = sum(counts[: self.group.rank]), sum(counts)
+            starts = [sum(counts[:rank]) for rank in range(world)]
+            for rank, start in enumerate(starts):  # every rank sees every mistake, so that all stop together
+                if counts[rank] and start % size:
+                    below = start // size * size
+                    raise BatchSizeError(
+                        f"rank {rank} starts at row {start} of the global batch, inside a slice of {size} rows.",
+                        evidence=[f"rows per rank: {', '.join(map(str, counts))}"],
+                        fix=[f"start it at row {below} or {below + size}: whole slices per rank", "or use evener.Run"],
+                    )
+        if rows == 0:
+            return [], total
+        batch = batches.move(batch, self.device)
+        if size is not None:
+            pieces = [(start, min(start + size, rows)) for start in range(0, rows, size)]
+            first = offset // size
+        else:
+            limit = self.cut.microbatch_size or rows
+            count = -(-rows // limit)
+            if count == 1:
+                return [(0, rows, batch)], total
+            pieces = [(i * rows // count, (i + 1) * rows // count) for i in range(count)]
+            first = 0
+        return [
+            (first + i, stop - start, batches.part(batch, start, stop, self.split))
+            for i, (start, stop) in enumerate(pieces)
+        ], total
+
+    def name_unused(self, target: Target, gradients: Sequence[torch.Tensor]) -> None:
+        """Report the parameters that no gradient reached in the first update."""
+        if len(gradients) < len(target.parameters):
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            unused = [names[id(p)] for p in target.parameters if p.grad is None]
+            self.report("unused_parameters", self.number, {"names": unused})
+
+    def words(self) -> dict[str, Any]:
+        """The precision in words, for the contract line."""
+        return self.precision.words(self.master)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What exact mode's bits depend on besides the hardware; a resume checks it."""
+        return {**self.pins.fingerprint(), "precision": self.precision.name, "slice_size": self.cut.slice_size}
+
+
+def _union(positions: list[int]) -> list[int]:
+    return sorted({position for one in comm.all_gather(positions) for position in one})
+
+
+def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.device != device:
+                state[key] = value.to(device)
+
+
+def _cast_input(dtype: torch.dtype) -> Callable[..., Any]:
+    """Inputs of a model whose parameters are `dtype`: float32 tensors follow, anything else stays."""
+
+    def cast(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        def follow(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.to(dtype) if leaf.dtype == torch.float32 else leaf
+
+        return batches.apply(args, follow), batches.apply(kwargs, follow)
+
+    return cast
+
+
+def _cast_output(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        return batches.apply(output, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf)
+
+    return cast
+
+
+def _warn(kind: str, update: int, fields: dict[str, Any]) -> None:
+    import warnings
+
+    details = ", ".join(f"{key}: {value}" for key, value in fields.items())
+    warnings.warn(f"evener: update {update}: {kind.replace('_', ' ')} ({details})", stacklevel=2)
