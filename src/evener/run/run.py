@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +29,6 @@ from evener.engine.engine import Models, Optimizers
 from evener.engine.step import Part
 from evener.errors import UsageError, show_errors_without_traceback
 from evener.plan.handed import VARIABLE, read_plan
-from evener.report.contract import Contract, PrecisionWords, contract_line, lr_line
 from evener.report.folder import script_name
 from evener.run.epoch import Epoch, Sums
 from evener.run.evaluate import MetricFn, evaluate, predict
@@ -36,6 +37,7 @@ from evener.run.profile import Profile
 from evener.run.resume import FINISHED, identity
 from evener.run.saving import Saving
 from evener.run.stop import Stopped, stop_signals
+from evener.run.words import contract_of, in_words, schedule_lines
 
 _PREPARE = 3  # a stream of randomness of its own, apart from the model's
 
@@ -101,12 +103,13 @@ class Run:
         self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)
         self.cursor = Cursor()
         self.total: int | None = None  # updates (or batches) of the loop that runs now
-        self._portions: dict[int, Portion] = {}  # of this update and the one before, whose flag lands during it
+        self._portions: dict[int, Portion] = {}  # of this update and of those whose flags have not landed
         self._epoch_sums = Sums()
         self._batches = 0
         self._stop_reason = ""
         self._loop_ended = False
-        self._closed = False
+        self._error_before: BaseException | None = None  # an older cell's, in a notebook
+        self._closed = True  # until it is open
         self._output: Output | None = None
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
         weight_notes = self._give_values(model)
@@ -131,7 +134,11 @@ class Run:
         self.profile = Profile(config.profile, self.device)
         self.saving = Saving(config, self.engine, identity(config, self.engine, source.rows))
         self._begin([*source.notes, *weight_notes])
-        atexit.register(self.close)
+        self._closed = False
+        _HELD.add(os.path.abspath(self.path))
+        # Not the bound method: a model and its optimizer would stay in memory until the process ends.
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def _engine(self, model: Models, optimizer: Optimizers, loss_fn: Callable[..., Any] | None) -> Engine:
         config = self.config
@@ -185,7 +192,7 @@ class Run:
         config = self.config
         wanted = Path(config.dir) if config.dir is not None else Path("runs") / script_name()
         with self.group.call("the constructor of Run or Engine"):
-            path, saved, notes = self.saving.find(wanted, self.is_main)
+            path, saved, notes = self.saving.find(wanted, self.is_main, _HELD)
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
         self.saving.open(self.path)
@@ -229,8 +236,10 @@ class Run:
         return self.engine.number
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer
+    def optimizer(self) -> Any:
+        """The optimizer, or {name: optimizer}, as it was given."""
+        targets = self.engine.targets
+        return {name: target.optimizer for name, target in targets.items()} if len(targets) > 1 else self.engine.optimizer
 
     @property
     def scheduler(self) -> Any:
@@ -261,33 +270,7 @@ class Run:
 
     def contract_line(self) -> str:
         """`global batch 512 = 4 ranks x 8 microbatches x 16 · bf16 · ddp · ...`"""
-        config, engine = self.config, self.engine
-        rows = min(config.global_batch_size, self.feed.order.length(0))
-        most = max((replace(engine.cut, rank=r).pieces(rows) for r in range(self.world_size)), key=len)
-        words = engine.words()
-        target = next(iter(engine.targets.values()))
-        schedule = target.schedule
-        by: str | None = "metric" if schedule.by_user else schedule.by
-        if schedule.scheduler is None and schedule.maker is None:
-            by = None
-        return contract_line(
-            Contract(
-                global_batch_size=rows,
-                world_size=self.world_size,
-                microbatches=len(most),
-                microbatch_size=max(stop - start for start, stop in most),
-                slice_size=engine.cut.slice_size,
-                precision=PrecisionWords(
-                    compute=words["compute"], master=words["master"], reduce=words["reduce"], scaler=words["scaler"]
-                ),
-                strategy=engine.strategy,
-                exact=config.exact,
-                coupled=engine.batch.coupled,
-                schedule_by=by,
-                one_scalar_read=not target.skips_on_device and self.device.type != "cpu",
-                notes=(engine.batch.why_coupled,) if engine.batch.why_coupled else (),
-            )
-        )
+        return contract_of(self.config, self.engine, self.feed.order.length(0))
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -311,6 +294,8 @@ class Run:
         updates = self.updates(epochs=epochs)
         while self.cursor.epoch < epochs:
             number = self.cursor.epoch
+            if self.cursor.offset == 0:
+                self._epoch_sums = Sums()
             epoch = Epoch(number, self._until_epoch_ends(updates, number), self._epoch_sums)
             yield epoch
             for _ in epoch:  # a body that did not iterate (or broke off) still gets its epoch made
@@ -325,7 +310,6 @@ class Run:
                 metrics=epoch.metrics,
                 seconds=epoch.seconds,
             )
-            self._epoch_sums = Sums()
         for _ in updates:  # let the loop end in its own words
             pass
 
@@ -347,8 +331,9 @@ class Run:
             optimizer: Which one, where there are several: only its parameters receive gradients.
         """
         portion = batch.portion
-        self._portions = {self.number: portion, **dict([*self._portions.items()][:1])}
-        line = self.profile.at(self.number, self._out.folder.path, self.rank)
+        waiting = [target.flags.pending[0].number for target in self.engine.targets.values() if target.flags.pending]
+        self._portions = {number: self._portions[number] for number in waiting} | {self.number: portion}
+        line = self.profile.at(self.number, self.path, self.rank)
         if line:
             self._out.console.say(line)
         update = self.engine.step_parts(
@@ -359,7 +344,7 @@ class Run:
             optimizer=optimizer,
         )
         update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
-        self._out.update(update, portion.rows, self._batches + 1, self.total)
+        self._out.update(update, portion.rows, self._batches, self.total)
         return update
 
     def stop(self, reason: str = "run.stop() was called") -> None:
@@ -392,48 +377,56 @@ class Run:
     def _train(self, total: int) -> Iterator[Update]:
         for batch in self._feed_batches(total):
             update = self.step(batch)
-            if batch.ends_epoch:
-                # The schedule's epoch is over before the body sees its last update.
-                self.engine.settle()
-                for target in self.engine.targets.values():
-                    target.schedule.after_epoch()
+            self._end_epochs()  # a schedule's epoch is over before the body sees its last update
             yield update
 
     def _feed_batches(self, total: int) -> Iterator[Batch]:
         """The batches up to number `total`; between two of them the requests (to stop, to save) are looked at."""
-        for portion in self.feed.portions(self.cursor, updates=max(0, total - self._batches)):
-            parts = [
-                (number, piece.rows, self._prepared(piece.batch, number))
-                for (number, _), piece in zip(self.engine.cut.numbered(portion.rows), portion.pieces)
-                if piece.rows
-            ]
-            for row, text in portion.skipped:
-                self._report("bad_row", self.number, {"row": row, "error": text})
-            # From here on the batch counts as used: its body may save.
-            self.cursor, before = portion.next, self.number
-            self._batches += 1
-            yield Batch(portion, parts)
-            if self.number == before and self.engine.asks_to_stop:
-                self._save_and_stop()  # a batch without an update: nothing carries the request to other ranks
-            self._between()
+        while self._batches < total:
+            for portion in self.feed.portions(self.cursor, updates=total - self._batches):
+                self._end_epochs()
+                parts = [
+                    (number, piece.rows, self._prepared(piece.batch, number))
+                    for (number, _), piece in zip(self.engine.cut.numbered(portion.rows), portion.pieces)
+                    if piece.rows
+                ]
+                for row, text in portion.skipped:
+                    self._report("bad_row", self.number, {"row": row, "error": text})
+                # From here on the batch counts as used: its body may save.
+                self.cursor = portion.next
+                self._batches += 1
+                yield Batch(portion, parts)
+                self._between()
+                if self.cursor is not portion.next:
+                    break  # the body called load(): read on from there
+        self._end_epochs()
+
+    def _end_epochs(self) -> None:
+        """Schedules make the steps of the epochs that are over."""
+        for target in self.engine.targets.values():
+            while target.schedule.epochs < self.cursor.epoch:
+                self.engine.settle()
+                target.schedule.after_epoch()
 
     def _loop(self, total: int, items: Iterator[Any]) -> Iterator[Any]:
         """Around a loop: schedules are built and shown, signals ask for a stop, and the end is written down."""
+        self._must_be_open()
         began, self.total, self._loop_ended = time.perf_counter(), total, False
         steps = total - self._batches
         for target in self.engine.targets.values():
             target.schedule.build(total)
-        if steps > 0:
-            self._show_schedules(steps)
+        if steps > 0 and self.is_main:
+            for line in schedule_lines(self.engine, steps, self.feed.updates_in(0)):
+                self._out.console.say(line)
         self.saving.start(self.number)
         try:
             with stop_signals(self._asked_by_signal):
                 yield from items
             self.engine.settle()
-            self._loop_ended = True
-            line = self.profile.stop(self._out.folder.path, self.rank)
-            if line:
-                self._out.console.say(line)
+            self._loop_ended, self._error_before = True, _uncaught()
+            traced = self.profile.stop(self.path, self.rank)
+            if traced:
+                self._out.console.say(traced)
             if steps > 0:
                 if self.config.save_every is not None:
                     self._save(self.number)
@@ -463,18 +456,6 @@ class Run:
         self._out.folder.event("stop", update=self.number - 1, reason=reason)
         self._out.console.say(f"stopped after update {self.number - 1} ({reason}); start it again to continue")
         raise Stopped(reason)
-
-    def _show_schedules(self, steps: int) -> None:
-        if not self.is_main:
-            return
-        for name, target in self.engine.targets.items():
-            schedule = target.schedule
-            if schedule.scheduler is None:
-                continue
-            count = steps if schedule.by == "update" else max(1, round(steps / max(1, self.feed.updates_in(0))))
-            first, last, highest, ends = schedule.preview(count)
-            line = lr_line(first, last, steps, peak=highest, schedule_updates=ends if schedule.by == "update" else None)
-            self._out.console.say(f"{name}: {line}" if name else line)
 
     def _prepared(self, batch: Any, number: int) -> Any:
         if self.config.prepare is None:
@@ -528,17 +509,24 @@ class Run:
             seed=self.config.seed,
         )
         self._out.folder.event("evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=_since(began))
-        self._out.log({f"evaluate/{name}": value for name, value in means.items()}, self.number)
+        self.log({f"evaluate/{name}": value for name, value in means.items()})
         return means
 
-    def predict(self, dataset: Any, fn: Callable[..., torch.Tensor], *, batch_size: int | None = None) -> torch.Tensor:
+    def predict(
+        self,
+        dataset: Any,
+        fn: Callable[..., torch.Tensor],
+        *,
+        model: torch.nn.Module | None = None,
+        batch_size: int | None = None,
+    ) -> torch.Tensor:
         """`fn(model, batch)` for every row: one CPU tensor, rows in dataset order, on every rank. Collective.
 
-        Leaves no trace, as `evaluate`.
+        Leaves no trace, as `evaluate`; `model=` as there.
         """
         return predict(
-            self.engine.model,
-            self.model,
+            self.engine.model if model is None else model,
+            self.model if model is None else model,
             dataset,
             fn,
             batch_size=self._rows_at_once(batch_size),
@@ -596,6 +584,7 @@ class Run:
     def _restore(self, states: Mapping[str, Any]) -> None:
         position = self.saving.restore(states)
         self.cursor, self._batches = Cursor(*position["cursor"]), position["batches"]
+        self._epoch_sums = Sums()
         self._epoch_sums.load_state_dict(position["epoch"])
 
     def _loss_fn(self) -> MetricFn:
@@ -611,8 +600,8 @@ class Run:
             self._out.console.say(" ".join(str(value) for value in values))
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Points of your own curves at the current update; written on rank 0 only."""
-        self._out.log(values, self.number)
+        """Points of your own curves at the newest update; written on rank 0 only."""
+        self._out.log(values, max(0, self.number - 1))
 
     def digest(self) -> str:
         """sha256 over parameters, buffers and optimizer state, the same wherever they are bit-equal. Collective."""
@@ -625,15 +614,38 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
+        _HELD.discard(os.path.abspath(self.path))
         self.feed.close()
-        if self._loop_ended and self.is_main and getattr(sys, "last_value", None) is None:
-            # The loop came to its end and no exception ended the script: there is nothing to continue.
-            (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
+        self._mark_finished()
+        line = self.profile.stop(self.path, self.rank)  # the loop was left inside of the range
+        if line:
+            self._out.console.say(line)
         try:
             self.engine.close()
         finally:
             self._out.close()
+
+    def __del__(self) -> None:
+        # Dropped without close(): memory, files and workers are given back. What the whole process shares (its group,
+        # pinned settings) stays: another run may use it. So does the claim on the directory: when a run is collected
+        # is chance.
+        if getattr(self, "_closed", True):
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self.feed.close()
+        self._mark_finished()
+        self._out.close()
+
+    def _mark_finished(self) -> None:
+        """The loop came to its end and no exception ended the script since: there is nothing to continue."""
+        if self._loop_ended and self.is_main and _uncaught() is self._error_before:
+            (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise UsageError("this run is closed.", fix=["construct another Run", "or close it after the last loop"])
 
     def __enter__(self) -> Run:
         return self
@@ -655,26 +667,23 @@ class Run:
         if kind in ("skip", "zero_count"):
             fields = {"row_ids": self._portions[update].ids().tolist(), **fields}
         self._out.folder.event(kind, update=update, rank=self.rank, **fields)
-        line = _in_words(kind, update, fields)
+        line = in_words(kind, update, fields)
         if line:
             self._out.console.say(line)
 
 
-def _in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:
-    if kind == "skip":
-        scale = f", loss scale {fields['scale']:g}" if fields["scale"] != 1 else ""
-        return f"update {update} skipped: its gradients are not finite (loss {fields['loss']:.4g}{scale})"
-    if kind == "zero_count":
-        return f"update {update} skipped: nothing to count in it"
-    if kind == "scale_falling":
-        return f"update {update}: the loss scale keeps halving, now {fields['scale']:g}: look for what is not finite"
-    if kind == "unused_parameters":
-        names = fields["names"]
-        shown = ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
-        return f"no gradient reached: {shown}"
-    if kind == "bad_row":
-        return f"row {fields['row']} left out: {fields['error']}"
-    return ""
+_HELD: set[str] = set()  # directories of this process's runs that were not closed; nobody else may know of them
+
+
+def _close(run: weakref.ref[Run]) -> None:
+    alive = run()
+    if alive is not None:
+        alive.close()
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that nothing caught: of the script, or of an earlier cell of a notebook."""
+    return getattr(sys, "last_value", None)
 
 
 _HOW_NOW = {"SIGINT": "; Ctrl-C again stops now", "SIGTERM": "; a second one stops now"}

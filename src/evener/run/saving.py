@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ class Saving:
         self.saved_at = (0, time.monotonic())
         self.checkpoints: Checkpoints | None = None
 
-    def find(self, wanted: Path, is_main: bool) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
+    def find(self, wanted: Path, is_main: bool, held: Container[str] = ()) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
         """(directory to continue, its state, lines to show). Newest first. Rank 0's disk decides for all.
+
+        held: absolute paths that another run of this process uses: never continued.
 
         Raises:
             UsageError: `resume="must"` and nothing fits.
@@ -45,10 +48,15 @@ class Saving:
         lines: list[str] = []
         if self.config.resume == "never":
             return None, None, lines
-        found: list[tuple[str, bool]] = comm.broadcast(
-            [(str(path), (path / FINISHED).exists()) for path in siblings(wanted)] if is_main else None
+        found: list[tuple[str, bool, bool]] = comm.broadcast(
+            [(str(path), (path / FINISHED).exists(), os.path.abspath(path) in held) for path in siblings(wanted)]
+            if is_main
+            else None
         )
-        for name, finished in found:
+        for name, finished, used in found:
+            if used:
+                lines.append(f"{name} is in use: another Run of this process was not closed")
+                continue
             checkpoints = Checkpoints(Path(name) / "checkpoints", keep=self.config.keep_checkpoints)
             newest, notes = checkpoints.newest()
             lines += notes

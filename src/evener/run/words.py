@@ -1,0 +1,72 @@
+"""What a run says about itself: the contract line, its schedules, and the engine's events in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from evener.config import Config
+from evener.engine import Engine
+from evener.report.contract import Contract, PrecisionWords, contract_line, lr_line
+
+
+def contract_of(config: Config, engine: Engine, rows: int) -> str:
+    """The contract line for epochs of `rows` rows. The same on every rank; nothing is communicated."""
+    size, world = min(config.global_batch_size, rows), engine.group.world_size
+    most = max((replace(engine.cut, rank=rank).pieces(size) for rank in range(world)), key=len)
+    target = next(iter(engine.targets.values()))
+    schedule = target.schedule
+    by: str | None = "metric" if schedule.by_user else schedule.by
+    if schedule.scheduler is None and schedule.maker is None:
+        by = None
+    words = engine.words()
+    return contract_line(
+        Contract(
+            global_batch_size=size,
+            world_size=world,
+            microbatches=len(most),
+            microbatch_size=max(stop - start for start, stop in most),
+            slice_size=engine.cut.slice_size,
+            precision=PrecisionWords(
+                compute=words["compute"], master=words["master"], reduce=words["reduce"], scaler=words["scaler"]
+            ),
+            strategy=engine.strategy,
+            exact=config.exact,
+            coupled=engine.batch.coupled,
+            schedule_by=by,
+            # On the CPU a scalar read waits for nothing.
+            one_scalar_read=not target.skips_on_device and engine.device.type != "cpu",
+            notes=(engine.batch.why_coupled,) if engine.batch.why_coupled else (),
+        )
+    )
+
+
+def schedule_lines(engine: Engine, steps: int, per_epoch: int) -> Iterator[str]:
+    """`lr 1e-3 -> 1e-5 over 4,690 updates` for each schedule, with a warning where it does not fit the run."""
+    for name, target in engine.targets.items():
+        schedule = target.schedule
+        if schedule.scheduler is None:
+            continue
+        by_update = schedule.by == "update"
+        count = steps if by_update else max(1, round(steps / max(1, per_epoch)))
+        first, last, highest, ends = schedule.preview(count)
+        line = lr_line(first, last, steps, peak=highest, schedule_updates=ends if by_update else None)
+        yield f"{name}: {line}" if name else line
+
+
+def in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:
+    if kind == "skip":
+        scale = f", loss scale {fields['scale']:g}" if fields["scale"] != 1 else ""
+        return f"update {update} skipped: its gradients are not finite (loss {fields['loss']:.4g}{scale})"
+    if kind == "zero_count":
+        return f"update {update} skipped: nothing to count in it"
+    if kind == "scale_falling":
+        return f"update {update}: the loss scale keeps halving, now {fields['scale']:g}: look for what is not finite"
+    if kind == "unused_parameters":
+        names = fields["names"]
+        shown = ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
+        return f"no gradient reached: {shown}"
+    if kind == "bad_row":
+        return f"row {fields['row']} left out: {fields['error']}"
+    return ""
