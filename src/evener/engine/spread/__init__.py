@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 Tensors = list[torch.Tensor]
 
@@ -70,6 +71,17 @@ def norm_of(gradients: Tensors) -> torch.Tensor:
 
 def existing(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def all_reduce(vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
+    """Sum a vector over all ranks in place; the returned function waits for it (it has happened without `overlap`)."""
+    work = dist.all_reduce(vector, async_op=overlap)
+
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+
+    return wait
 
 
 def no_wait() -> None:

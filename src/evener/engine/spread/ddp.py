@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from evener.engine.spread import existing, no_wait
+from evener.engine.spread import all_reduce, existing
 from evener.engine.spread.single import Single
 from evener.errors import CollectiveError
 
@@ -140,17 +140,7 @@ class DDP(Single):
             parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
 
     def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
-        work = dist.all_reduce(vector, async_op=True)
-        if work is None:
-            return no_wait
-
-        def wait() -> None:
-            work.wait()
-
-        if not overlap:
-            wait()
-            return no_wait
-        return wait
+        return all_reduce(vector, overlap=overlap)
 
     def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
         total = super().fold(flats, rows, like)

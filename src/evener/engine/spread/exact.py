@@ -9,14 +9,15 @@ through the same sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from evener.dist.info import share
-from evener.engine.spread import Tensors, existing, no_wait
+from evener.engine.spread import Tensors, all_reduce, existing, no_wait
 from evener.engine.spread.single import Single
 
 Node = tuple[int, int]  # level, index
@@ -58,109 +59,99 @@ def nodes_after(leaves: int, first: int, last: int) -> list[Node]:
     return sorted(tree.stash)
 
 
-def _add_lists(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    torch._foreach_add_(left, right)
-    return left
+@dataclass(slots=True)
+class Sum:
+    """The sum of some slices: gradients in parameter order, and for each the number of slices that had one."""
+
+    gradients: list[torch.Tensor]
+    used: list[int]
+
+    def add(self, other: Sum) -> Sum:
+        torch._foreach_add_(self.gradients, other.gradients)
+        self.used = [mine + theirs for mine, theirs in zip(self.used, other.used)]
+        return self
 
 
 def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.add_(right)
 
 
+class Bucket:
+    """Some parameters of one dtype that travel together, each followed at the end by how many slices used it.
+
+    The buffers live as long as the engine: fresh memory would cost more than the copy into it.
+    """
+
+    def __init__(self, members: list[int], parameters: Sequence[torch.nn.Parameter], rank: int, world: int) -> None:
+        self.members, self.rank, self.world = members, rank, world
+        like = parameters[members[0]]
+        self.sizes = [*(parameters[i].numel() for i in members), len(members)]
+        self.shapes = [parameters[i].shape for i in members]
+        self.chunk = -(-sum(self.sizes) // world)
+        self.rows = torch.zeros(0, world * self.chunk, dtype=like.dtype, device=like.device)  # one per own node
+        self.whole = self.rows.new_empty(world * self.chunk)
+        self.received = self.rows.new_empty(0)
+
+    def combine(self, nodes: dict[Node, Sum], leaves: int) -> list[torch.Tensor | None]:
+        """The roots of the tree over all ranks, as views; None where no slice used the parameter. Two collectives."""
+        held = [nodes_after(leaves, *share(leaves, rank, self.world)) for rank in range(self.world)]
+        mine = held[self.rank]
+        if len(self.rows) != len(mine):
+            self.rows = self.rows.new_zeros(len(mine), self.whole.numel())
+        for row, node in zip(self.rows, mine):
+            *views, used = row[: sum(self.sizes)].split(self.sizes)
+            of = nodes[node]
+            torch._foreach_copy_(list(views), [of.gradients[i].view(-1) for i in self.members])
+            used.copy_(torch.tensor([of.used[i] for i in self.members]))
+        root = exchange(self.rows, held, self.rank, leaves, self.received, self.whole)
+        *views, used = root[: sum(self.sizes)].split(self.sizes)
+        # A rank that used everything itself knows the answer; reading waits for the device.
+        sure = bool(mine) and all(any(nodes[node].used[i] for node in mine) for i in self.members)
+        flags = [1.0] * len(self.members) if sure else used.tolist()
+        return [view.view(shape) if flag else None for view, shape, flag in zip(views, self.shapes, flags)]
+
+
+def exchange(
+    rows: torch.Tensor, held: list[list[Node]], rank: int, leaves: int, received: torch.Tensor, whole: torch.Tensor
+) -> torch.Tensor:
+    """The root over all ranks' nodes, on every rank. Called on all ranks; an all-to-all and an all-gather.
+
+    rows: (own nodes, world * chunk), in the order of held[rank]. Chunk c of every node goes to rank c, which finishes
+    the tree for it. `received` and `whole` are buffers to use; `whole` is returned.
+    """
+    world = len(held)
+    chunk = whole.numel() // world
+    send = rows.view(-1) if len(rows) == 1 else rows.view(-1, world, chunk).transpose(0, 1).reshape(-1)
+    sizes = [len(nodes) * chunk for nodes in held]
+    received.resize_(sum(sizes))
+    dist.all_to_all_single(received, send, sizes, [len(rows) * chunk] * world)
+    tree = Tree(leaves, _add)
+    for nodes, part in zip(held, received.split(sizes)):
+        for node, value in zip(nodes, part.split(chunk)):
+            tree.push(node, value)
+    (root,) = tree.stash.values()
+    dist.all_gather(list(whole.view(world, chunk).unbind(0)), root)
+    return whole
+
+
 class Exact(Single):
     """The tree over slices, for one process (nothing is communicated) and for many."""
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        *,
-        rank: int,
-        world_size: int,
-        slice_size: int,
+        self, parameters: Sequence[torch.nn.Parameter], *, rank: int, world_size: int, slice_size: int
     ) -> None:
         super().__init__(parameters)
         self.name = "ddp" if world_size > 1 else "single"
         self.rank, self.world_size, self.slice_size = rank, world_size, slice_size
         self.leaves = 1
-        self.tree = Tree(1, _add_lists)
-        self.used = [False] * len(parameters)
+        self.tree = Tree(1, Sum.add)
         self.pushed: set[int] = set()
+        self.buckets = [Bucket(members, parameters, rank, world_size) for members in self._layout()]
 
-    def slots(self, rows: int) -> int:
-        return max(1, -(-rows // self.slice_size))
-
-    def begin(self, rows: int) -> None:
-        super().begin(rows)
-        self.leaves = self.slots(rows)
-        self.tree = Tree(self.leaves, _add_lists)
-        self.used = [False] * len(self.parameters)
-        self.pushed.clear()
-
-    def after_backward(self, number: int) -> None:
-        gradients = []
-        for i, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None:
-                # A missing gradient is zeros, added like any other: -0.0 + 0.0 must come out alike everywhere.
-                gradient = torch.zeros_like(parameter)
-            else:
-                self.used[i] = True
-                parameter.grad = None
-            gradients.append(gradient)
-        self.pushed.add(number)
-        self.tree.push((0, number), gradients)
-
-    def finish(self) -> list[torch.Tensor]:
-        for number in range(*share(self.leaves, self.rank, self.world_size)):
-            if number not in self.pushed:  # a slice whose rows could not be read is zeros
-                self.tree.push((0, number), [torch.zeros_like(parameter) for parameter in self.parameters])
-        nodes, used = self.tree.stash, self.used
-        self.tree = Tree(1, _add_lists)
-        if self.world_size > 1:
-            flags = torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-            if not all(used):  # reading waits for the device; a rank that used everything knows the answer
-                used = [bool(flag) for flag in flags.tolist()]
-        for members in self._buckets():
-            parameters = [self.parameters[i] for i in members]
-            if self.world_size == 1:
-                roots = [next(iter(nodes.values()))[i] for i in members]
-            else:
-                flats = {node: torch.cat([values[i].view(-1) for i in members]) for node, values in nodes.items()}
-                length = sum(parameter.numel() for parameter in parameters)
-                root = self._combine(flats, self.leaves, length, parameters[0])
-                parts = root.split([parameter.numel() for parameter in parameters])
-                roots = [part.view_as(parameter) for part, parameter in zip(parts, parameters)]
-            for i, parameter, gradient in zip(members, parameters, roots):
-                if used[i]:
-                    parameter.grad = gradient
-        return existing(self.parameters)
-
-    def _combine(self, flats: dict[Node, torch.Tensor], leaves: int, length: int, like: torch.Tensor) -> torch.Tensor:
-        """The root over all ranks' nodes, each a vector of `length`. Two collectives; called on all ranks."""
-        world = self.world_size
-        held = [nodes_after(leaves, *share(leaves, rank, world)) for rank in range(world)]
-        mine = held[self.rank]
-        chunk = -(-length // world)
-        send = torch.zeros(world, len(mine), chunk, dtype=like.dtype, device=like.device)
-        for k, node in enumerate(mine):
-            # Chunk c of every node goes to rank c, which finishes the tree for it.
-            padded = torch.nn.functional.pad(flats[node], (0, world * chunk - length))
-            send[:, k] = padded.view(world, chunk)
-        sizes = [len(nodes) * chunk for nodes in held]
-        received = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
-        dist.all_to_all_single(received, send.view(-1), sizes, [len(mine) * chunk] * world)
-        tree = Tree(leaves, _add)
-        for nodes, part in zip(held, received.split(sizes)):
-            for node, value in zip(nodes, part.view(len(nodes), chunk) if nodes else ()):
-                tree.push(node, value)
-        (root,) = tree.stash.values()
-        whole = torch.empty(world * chunk, dtype=like.dtype, device=like.device)
-        dist.all_gather(list(whole.view(world, chunk).unbind(0)), root.contiguous())
-        return whole[:length]
-
-    def _buckets(self) -> Iterable[list[int]]:
+    def _layout(self) -> Iterator[list[int]]:
         """Parameters of one dtype, about 32 MiB at a time: bounds the exchange's memory. Bits do not depend on it."""
+        if self.world_size == 1:
+            return
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, parameter in enumerate(self.parameters):
             by_dtype.setdefault(parameter.dtype, []).append(i)
@@ -176,21 +167,60 @@ class Exact(Single):
             if bucket:
                 yield bucket
 
+    def slots(self, rows: int) -> int:
+        return max(1, -(-rows // self.slice_size))
+
+    def begin(self, rows: int) -> None:
+        super().begin(rows)
+        self.leaves = self.slots(rows)
+        self.tree = Tree(self.leaves, Sum.add)
+        self.pushed.clear()
+
+    def after_backward(self, number: int) -> None:
+        gradients, used = [], []
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            used.append(int(gradient is not None))
+            # A missing gradient is zeros, added like any other: -0.0 + 0.0 must come out alike everywhere.
+            gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
+            parameter.grad = None
+        self.pushed.add(number)
+        self.tree.push((0, number), Sum(gradients, used))
+
+    def finish(self) -> list[torch.Tensor]:
+        for number in range(*share(self.leaves, self.rank, self.world_size)):
+            if number not in self.pushed:  # a slice whose rows could not be read is zeros
+                zeros = [torch.zeros_like(parameter) for parameter in self.parameters]
+                self.tree.push((0, number), Sum(zeros, [0] * len(zeros)))
+        nodes: dict[Node, Sum] = self.tree.stash
+        self.tree = Tree(1, Sum.add)
+        if self.world_size == 1:
+            (root,) = nodes.values()
+            for parameter, gradient, count in zip(self.parameters, root.gradients, root.used):
+                parameter.grad = gradient if count else None
+        for bucket in self.buckets:
+            for i, whole in zip(bucket.members, bucket.combine(nodes, self.leaves)):
+                self.parameters[i].grad = whole
+        return existing(self.parameters)
+
     def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
         # One row per slice and zeros elsewhere: the all-reduce moves values, it does not round.
-        if self.world_size > 1:
-            dist.all_reduce(vector)
-        return no_wait
+        return all_reduce(vector, overlap=overlap) if self.world_size > 1 else no_wait
 
     def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
-        leaves = self.slots(rows)
+        leaves, world = self.slots(rows), self.world_size
         tree = Tree(leaves, _add)
-        for number in range(*share(leaves, self.rank, self.world_size)):
+        for number in range(*share(leaves, self.rank, world)):
             tree.push((0, number), flats[number].clone() if number in flats else torch.zeros_like(like))
-        if self.world_size == 1:
+        if world == 1:
             (root,) = tree.stash.values()
             return root  # type: ignore[no-any-return]
-        return self._combine(tree.stash, leaves, like.numel(), like)
+        held = [nodes_after(leaves, *share(leaves, rank, world)) for rank in range(world)]
+        chunk = -(-like.numel() // world)
+        send = like.new_zeros(len(tree.stash), world * chunk)
+        for row, node in zip(send, held[self.rank]):
+            row[: like.numel()] = tree.stash[node]
+        return exchange(send, held, self.rank, leaves, like.new_empty(0), like.new_empty(world * chunk))[: like.numel()]
 
     def norm(self, gradients: Tensors) -> torch.Tensor:
         """Norms of rows (along dimension 0, which sharding never splits), then of those, in a fixed order."""
