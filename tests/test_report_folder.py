@@ -24,7 +24,7 @@ def test_a_given_directory_is_made_with_its_parents(tmp_path):
     assert folder.path == tmp_path / "a" / "b"
     assert json.loads((folder.path / "config.json").read_text()) == {"seed": {"value": 0, "origin": "default"}}
     assert [event["kind"] for event in read_events(folder.path / "events.jsonl")] == ["stop"]
-    assert sorted(file.name for file in folder.path.iterdir()) == ["config.json", "events.jsonl"]
+    assert sorted(file.name for file in folder.path.iterdir()) == [".lock", "config.json", "events.jsonl"]
     assert folder.failures == {}
 
 
@@ -122,7 +122,7 @@ def test_a_disk_that_refuses_at_the_start_is_one_clear_error(tmp_path, monkeypat
     assert str(caught.value) == (
         f"The run directory {tmp_path / 'run'} cannot be written.\n  {os.strerror(number)}\n  fix: {fix}"
     )
-    assert [file.name for file in folder.path.iterdir()] == ["events.jsonl"]  # no half-written file is left
+    assert [file.name for file in folder.path.iterdir()] == [".lock", "events.jsonl"]  # no half-written file is left
 
 
 def test_config_json_is_replaced_whole(tmp_path, monkeypatch):

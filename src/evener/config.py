@@ -68,7 +68,7 @@ class RunKeywords(TypedDict, total=False):
     seed: int
     loss_is: Literal["row mean"] | None
     precision: str | Mapping[str, str]
-    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp"]
+    strategy: Literal["auto", "single", "dp", "ddp"]
     scheduler: Any
     schedule_by: Literal["update", "epoch"]
     max_grad_norm: float | Mapping[str, float] | None

@@ -20,7 +20,7 @@ Number = TypeVar("Number", int, float)
 Check: TypeAlias = Callable[[str, Any], Any]  # (keyword, given) -> the value to keep; raises a UsageError
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3")
-STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp", "hsdp")
+STRATEGIES = ("auto", "single", "dp", "ddp")
 
 
 def shown(value: object) -> str:

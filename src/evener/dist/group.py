@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -21,7 +22,8 @@ class Group:
     """All ranks of this job, or this one process.
 
     A process group that already exists is adopted and never destroyed; otherwise one is made when there is more than
-    one process. All ranks must construct it together; it communicates only when it makes a group.
+    one process, and it lives until the process ends, so that a second Run adopts it. All ranks must construct it
+    together; it communicates only when it makes a group.
 
     Args:
         device: Where collectives take their tensors: "cuda" uses NCCL, everything else gloo.
@@ -36,7 +38,6 @@ class Group:
     def __init__(self, device: torch.device, *, timeout: float = 600.0, store_dir: str | None = None) -> None:
         self.device = device
         self.timeout = timeout
-        self.owned = False
         self.calls = 0
         self._store: Any = None
         place = here()
@@ -80,15 +81,9 @@ class Group:
             dist.init_process_group(
                 backend, init_method="env://", rank=place.rank, world_size=place.world_size, timeout=timeout
             )
-        self.owned = True
-
-    def close(self) -> None:
-        """Destroy the group if this object made it. Safe to call twice; no communication."""
-        if self.owned and dist.is_initialized():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                dist.destroy_process_group()
-        self.owned = False
+        # gloo's threads must be gone before the interpreter is: one that still drops a Python object while Python ends
+        # aborts the process after a finished training.
+        atexit.register(_destroy)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -126,3 +121,10 @@ class Group:
             raise CollectiveError(
                 cause, evidence=evidence, fix=[f"call {name} outside of any `if rank == 0:`, on all ranks alike"]
             ) from error
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.destroy_process_group()

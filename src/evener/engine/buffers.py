@@ -7,7 +7,7 @@ and ranks, an integer one advances once. A skipped update leaves them as they we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,8 @@ class Slot:
 
     def now(self) -> torch.Tensor:
         tensor = self.owner[self.name]
-        assert tensor is not None
+        if tensor is None:
+            raise ModelError(f"buffer {self.name} became None.", fix=["keep a tensor in it, zeros for example"])
         return tensor
 
     def remember(self) -> None:
@@ -37,7 +38,7 @@ class Slot:
 
     def changed(self) -> bool:
         # Either written in place, or replaced (self.average = 0.9 * self.average + ...).
-        now = self.owner[self.name]
+        now = self.now()
         return now is not self.tensor or now._version != self.version
 
 
@@ -51,16 +52,19 @@ class Buffers:
     def __init__(self, model: torch.nn.Module, *, world_size: int, agree: Callable[[list[int]], list[int]]) -> None:
         self.slots: list[Slot] = []
         self.names: list[str] = []
-        self.changing: set[int] = set()
+        self.absent: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
+        self.changing: set[int] = set()  # positions in slots
         for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
+                    self.absent.append((module._buffers, name, f"{path}.{name}" if path else name))
                     continue
                 # Running statistics count as changing even while a layer is frozen: it may be unfrozen later.
                 if isinstance(module, torch.nn.modules.batchnorm._NormBase):
                     self.changing.add(len(self.slots))
                 self.slots.append(Slot(module._buffers, name))
                 self.names.append(f"{path}.{name}" if path else name)
+        self.any = bool(self.slots or self.absent)
         self.world_size = world_size
         self.agree = agree
         self.learning = bool(self.slots)
@@ -88,10 +92,27 @@ class Buffers:
             for slot in used:
                 slot.version = slot.tensor._version
 
+    def left_out(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Clones of the buffers that change in training and are not among the saved names (persistent=False)."""
+        names = set(saved)
+        return {self.names[i]: self.slots[i].now().clone() for i in self.changing if self.names[i] not in names}
+
+    def put_back(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, slot in zip(self.names, self.slots):
+            if name in values:
+                slot.now().copy_(values[name])
+
     def after_forward(self, number: int, rows: int) -> None:
         """Take this piece's values. Here and not after the backward: recomputation would advance them again."""
         if not self.slots:
             return
+        for owner, key, name in self.absent:
+            if owner[key] is not None:
+                raise ModelError(
+                    f"buffer {name} was None when training began and is made in the forward.",
+                    evidence=["a value that one piece makes cannot be the same for all pieces and ranks"],
+                    fix=["register it with its shape: self.register_buffer(name, torch.zeros(...))"],
+                )
         changed = {i for i, slot in enumerate(self.slots) if slot.changed()}
         if not changed <= self.changing:
             if not self.learning and self.world_size > 1:
@@ -154,6 +175,13 @@ class Buffers:
         every = torch.empty(self.world_size, mine.numel(), device=mine.device, dtype=mine.dtype)
         dist.all_gather(list(every.unbind(0)), mine)
         return every.index_select(0, every[:, 0].argmax().view(1))[0, 1:]
+
+    def rewind(self) -> None:
+        """Back to the values the open update started from: it is computed again."""
+        if self.old is not None:
+            for slots, old in zip((self.floats, self.integers), self.old):
+                if slots:
+                    _write(slots, old)
 
     def undo_if(self, found: torch.Tensor) -> None:
         """Back to the initial values where the update is skipped; decided on the device, no host sync."""

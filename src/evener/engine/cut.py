@@ -7,6 +7,7 @@ that what is computed together never depends on who computes it.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from evener.dist.info import share
@@ -43,18 +44,21 @@ class Cut:
 
     def pieces(self, rows: int) -> tuple[Piece, ...]:
         """This rank's pieces of an update of `rows` rows; empty for a rank without rows."""
-        if self.slice_size is not None:
-            return tuple(piece for _, piece in self.numbered(rows))
-        start, stop = share(rows, self.rank, self.world_size)
-        return chop(start, stop, self.microbatch_size or max(1, stop - start))
+        return tuple(piece for _, piece in self.numbered(rows))
 
     def numbered(self, rows: int) -> tuple[tuple[int, Piece], ...]:
         """(number, piece): the slice number where there are slices, else the microbatch number on this rank."""
-        if self.slice_size is None:
-            return tuple(enumerate(self.pieces(rows)))
-        every = slices(rows, self.slice_size)
-        first, last = share(len(every), self.rank, self.world_size)
-        return tuple((i, every[i]) for i in range(first, last))
+        return _numbered(self, rows)
+
+
+@functools.lru_cache(maxsize=64)  # two sizes in a run: the update's, and the last of an epoch
+def _numbered(cut: Cut, rows: int) -> tuple[tuple[int, Piece], ...]:
+    if cut.slice_size is None:
+        start, stop = share(rows, cut.rank, cut.world_size)
+        return tuple(enumerate(chop(start, stop, cut.microbatch_size or max(1, stop - start))))
+    every = slices(rows, cut.slice_size)
+    first, last = share(len(every), cut.rank, cut.world_size)
+    return tuple((i, every[i]) for i in range(first, last))
 
 
 def default_slice_size(global_batch_size: int, *, at_least: int = 1) -> int:

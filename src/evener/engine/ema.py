@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,23 +23,42 @@ class Ema:
             raise UsageError(f"ema={decay!r}: the decay, at least 0 and below 1.", fix=["ema=0.999"])
         self.decay = float(decay)
         self.module = copy.deepcopy(model).requires_grad_(False)
-        self.average: list[torch.Tensor] = [p for p in self.module.parameters() if p.is_floating_point()]
+        mine = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
+        # Half precision would round an average's small steps away: there it is kept in fp32, beside the module.
+        self.wide = {name: p.float() for name, p in mine.items() if p.dtype in (torch.float16, torch.bfloat16)}
+        self.average: list[torch.Tensor] = [self.wide.get(name, p) for name, p in mine.items()]
+        self.rounded: list[torch.Tensor] = [mine[name] for name in self.wide]
         self.weights: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
         self.buffers = list(zip(self.module.buffers(), model.buffers()))
 
+    def _of(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if len(parameters) == len(self.weights):
+            return self.average, self.weights
+        ids = {id(parameter) for parameter in parameters}
+        pairs = [(mine, theirs) for mine, theirs in zip(self.average, self.weights) if id(theirs) in ids]
+        return [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
+
     @torch.no_grad()
-    def update(self, found: torch.Tensor) -> None:
-        """`found` (0 or 1, on the device) says that the update was skipped: then nothing moves."""
+    def update(self, found: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Move the average of the parameters that were just updated.
+
+        `found` (0 or 1, on the device) says that the update was skipped: then nothing moves.
+        """
+        average, weights = self._of(parameters)
         move = (1.0 - found) * (1.0 - self.decay)
-        steps = list(torch._foreach_sub(self.weights, self.average))
+        steps = list(torch._foreach_sub(weights, average))
         # A skipped update has finite weights, so 0 times the difference is 0.
         torch._foreach_mul_(steps, move)
-        torch._foreach_add_(self.average, steps)
+        torch._foreach_add_(average, steps)
+        if self.wide:
+            torch._foreach_copy_(self.rounded, list(self.wide.values()))
         for mine, theirs in self.buffers:
             mine.copy_(theirs)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        return {name: self.wide.get(name, tensor).detach().clone() for name, tensor in self.module.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.module.load_state_dict(state)
+        for name, average in self.wide.items():
+            average.copy_(state[name])

@@ -25,7 +25,9 @@ from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
 from evener.engine.setup import (
     by_name,
+    check_exact,
     check_model,
+    check_sparse,
     choose_strategy,
     decide_batch,
     for_target,
@@ -117,13 +119,14 @@ class Engine:
         self.precision: Precision = decide(precision, self.device)
         self.report: Report = report or _warn
         parameters = {name: check_parameters(self.model, one) for name, one in optimizers.items()}
+        check_sparse(self.model)
+        if exact:
+            check_exact(self.model)
         if loss_is is not None:
             one_of("loss_is", loss_is, ["row mean"])
         one_of("batchnorm", batchnorm, ["slice", "frozen"])
-        if batchnorm == "frozen":
-            freeze_batchnorm(self.model)
+        self.hooks: list[Any] = freeze_batchnorm(self.model) if batchnorm == "frozen" else []
         self.group = group if group is not None else Group(self.device, timeout=timeout)
-        self.owns_group = group is None
         rank, world = self.group.rank, self.group.world_size
         self.distributed = world > 1
         self.strategy = choose_strategy(strategy, world)
@@ -157,23 +160,24 @@ class Engine:
             )
         self.targets: dict[str, Target] = {}
         names = list(optimizers)
+        self.make_spread = functools.partial(
+            make_spread,
+            self.strategy,
+            batch=self.batch,
+            rank=rank,
+            world_size=world,
+            reduce_dtype=self.precision.reduce,
+            device=self.device,
+            device_ids=device_ids,
+            output_device=output_device,
+            scatter=scatter,
+            notes=self.notes,
+        )
         for name, one in optimizers.items():
             norm = for_target("max_grad_norm", max_grad_norm, name, names)
             if norm is not None and not norm > 0:
                 raise UsageError(f"max_grad_norm={norm!r} must be larger than 0.", fix=["max_grad_norm=None: no clip"])
-            spread = make_spread(
-                self.strategy,
-                parameters[name],
-                batch=self.batch,
-                rank=rank,
-                world_size=world,
-                reduce_dtype=self.precision.reduce,
-                device=self.device,
-                device_ids=device_ids,
-                output_device=output_device,
-                scatter=scatter,
-                notes=self.notes,
-            )
+            spread = self.make_spread(parameters=parameters[name])
             settings = for_target("scaler", scaler, name, names)
             self.targets[name] = Target(
                 name,
@@ -187,8 +191,7 @@ class Engine:
                 exact=exact,
                 loss_is=loss_is,
             )
-            if len(names) > 1:
-                self.targets[name].inputs = parameters[name]
+            self.targets[name].alone = len(names) == 1
         self.randomness = Randomness(seed, self.device, rank=rank, per_slice=self.cut.slice_size is not None)
         self.buffers = Buffers(self.model, world_size=world, agree=_union)
         self.ema = Ema(self.model, ema) if ema is not None else None
@@ -212,9 +215,10 @@ class Engine:
                 self.notes.append(f"kept in fp32: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}")
         for model in models.values():
             if self.precision.param is not None:
-                model.register_forward_pre_hook(_cast_input(self.precision.param), with_kwargs=True)
+                hook = model.register_forward_pre_hook(_cast_input(self.precision.param), with_kwargs=True)
+                self.hooks.append(hook)
             if self.precision.output is not None:
-                model.register_forward_hook(_cast_output(self.precision.output))
+                self.hooks.append(model.register_forward_hook(_cast_output(self.precision.output)))
             if compile:
                 model.compile()
 
@@ -248,6 +252,8 @@ class Engine:
 
         Called again before `apply` it starts over from the same randomness (sharpness-aware minimisation).
         """
+        if self._open is not None:
+            self.buffers.rewind()
         parts, rows = self._parts(batch)
         self._open = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows)
         unscale(self._open)
@@ -288,6 +294,8 @@ class Engine:
             "model": {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
             "ema": self.ema.state_dict() if self.ema is not None else None,
             "targets": {name: target.state_dict() for name, target in self.targets.items()},
+            "groups": self.groups(),
+            "buffers": self.buffers.left_out(self.model.state_dict()),
             "number": self.number,
         }
 
@@ -302,17 +310,31 @@ class Engine:
                 f"the state is of the optimizers {sorted(state['targets'])}, this engine has {sorted(self.targets)}.",
                 fix=["construct the engine with the same optimizers"],
             )
+        if state["groups"] != self.groups():
+            raise UsageError(
+                "the state's optimizer groups hold other parameters, or hold them in another order.",
+                fix=["make the optimizer's groups as they were when the state was saved"],
+            )
         if (state["ema"] is None) != (self.ema is None):
             raise UsageError(
                 "the state has an average of the weights (ema) and this engine none, or the reverse.",
                 fix=["construct the engine with the same ema="],
             )
         self.model.load_state_dict(state["model"])
+        self.buffers.put_back(state["buffers"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         for name, target in self.targets.items():
             target.load_state_dict(state["targets"][name])
         self.number = state["number"]
+
+    def groups(self) -> dict[str, list[list[str]]]:
+        """Names of the parameters in each group of each optimizer: optimizer states are kept by position."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return {
+            name: [[names[id(parameter)] for parameter in group["params"]] for group in target.optimizer.param_groups]
+            for name, target in self.targets.items()
+        }
 
     def settle(self) -> None:
         """Read the last updates' flags and make their schedule steps. Waits for the device; no communication."""
@@ -348,15 +370,15 @@ class Engine:
             target.note_ignored_labels()
 
     def close(self) -> None:
-        """Undo what the constructor set outside the engine: hooks, pinned settings, a process group of its own."""
+        """Undo what the constructor set outside the engine: hooks and pinned settings."""
         try:
             self.settle()
         finally:
             for target in self.targets.values():
-                target.spread.close()
+                target.close()
+            for hook in self.hooks:
+                hook.remove()
             self.pins.close()
-            if self.owns_group:
-                self.group.close()
 
     def _target(self, name: str | None) -> Target:
         if name is None:
@@ -367,6 +389,14 @@ class Engine:
                 )
             return next(iter(self.targets.values()))
         return self.targets[one_of("optimizer", name, self.targets)]
+
+    def retarget(self, target: Target) -> None:
+        """The optimizer's parameters are not those of before (unfrozen layers, a new group): take them as they are now.
+        The same on every rank, without communication.
+        """
+        target.spread.close()
+        target.take(check_parameters(self.model, target.optimizer))
+        target.spread = self.make_spread(parameters=target.parameters)
 
     def _loss(self, loss_fn: LossFn | None) -> LossFn:
         loss_fn = loss_fn if loss_fn is not None else self.loss_fn
@@ -409,10 +439,10 @@ class Engine:
                 return [(0, rows, batch)], total
             pieces = [(i * rows // count, (i + 1) * rows // count) for i in range(count)]
             first = 0
-        return [
-            (first + i, stop - start, batches.part(batch, start, stop, self.split))
-            for i, (start, stop) in enumerate(pieces)
-        ], total
+        parts = [batches.part(batch, start, stop, self.split) for start, stop in pieces]
+        if self.batch.exact:
+            parts = [batches.aligned(part) for part in parts]
+        return [(first + i, stop - start, part) for i, ((start, stop), part) in enumerate(zip(pieces, parts))], total
 
     def name_unused(self, target: Target, gradients: Sequence[torch.Tensor]) -> None:
         """Report the parameters that no gradient reached in the first update."""

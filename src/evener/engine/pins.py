@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,7 +12,13 @@ from evener.errors import UsageError
 
 
 class Pins:
-    """exact: everything that changes bits without changing the mathematics. tf32: matmul precision."""
+    """exact: everything that changes bits without changing the mathematics. tf32: matmul precision.
+
+    torch's settings are the process's, not an engine's: the first exact engine saves them and the last restores them.
+    """
+
+    pinned: ClassVar[list[Pins]] = []
+    restore: ClassVar[list[Callable[[], None]]] = []
 
     def __init__(self, *, exact: bool, tf32: bool, device: torch.device) -> None:
         self.exact = exact
@@ -21,7 +28,10 @@ class Pins:
             torch.set_float32_matmul_precision("high")
             self.undo.append(lambda: torch.set_float32_matmul_precision(before))
         if exact:
-            self._pin(device)
+            if not Pins.pinned:
+                self._pin(device)
+            Pins.pinned.append(self)
+            self.undo.append(self._unpin)
 
     def _pin(self, device: torch.device) -> None:
         # LayerNorm and convolution weight gradients depend on the number of threads.
@@ -50,7 +60,12 @@ class Pins:
             deterministic_module.fill_uninitialized_memory = fill
             torch.backends.cudnn.benchmark = benchmark
 
-        self.undo.append(undo)
+        Pins.restore.append(undo)
+
+    def _unpin(self) -> None:
+        Pins.pinned.remove(self)
+        while not Pins.pinned and Pins.restore:
+            Pins.restore.pop()()
 
     def close(self) -> None:
         while self.undo:

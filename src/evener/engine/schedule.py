@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,8 @@ class Schedule:
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, by: str) -> None:
         one_of("schedule_by", by, ["update", "epoch"])
         self.optimizer, self.by = optimizer, by
-        self.done = 0
+        self.done = 0  # updates that happened
+        self.epochs = 0  # that are over
         self.maker: Any = None
         self.scheduler: Any = None
         self.by_user = self.counts = False
@@ -60,7 +62,7 @@ class Schedule:
         before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._take(maker(self.optimizer, total))
         if self._loaded is not None and self.scheduler is not None:
-            self.scheduler.load_state_dict(self._loaded)
+            self.scheduler.load_state_dict(_typed(self._loaded, self.scheduler))
             self._loaded = None
             # Making a schedule sets the learning rate to that of its start; the restored optimizer had the right one.
             for group, values in zip(groups, before):
@@ -76,24 +78,30 @@ class Schedule:
                 "scheduler= is a function of (optimizer, total updates), and the total is not known here.",
                 fix=["use evener.Run, which knows it", "or pass the schedule itself"],
             )
-        if self.scheduler is None or self.by_user or self.by != "update":
-            return
-        if self.counts:
-            self.scheduler.step_update(self.done)
-        else:
-            self.scheduler.step()
+        if self.scheduler is not None and self.by == "update" and not self.by_user:
+            self._step(self.scheduler, self.done)
 
     def after_epoch(self) -> None:
+        self.epochs += 1
         if self.scheduler is not None and self.by == "epoch" and not self.by_user:
-            self.scheduler.step()
+            self._step(self.scheduler, self.epochs)
+
+    def _step(self, scheduler: Any, done: int) -> None:
+        if not self.counts:
+            scheduler.step()
+        elif self.by == "update":
+            scheduler.step_update(done)
+        elif hasattr(scheduler, "step"):
+            scheduler.step(done)
 
     def preview(self, steps: int) -> tuple[float, float, float, int | None]:
         """(first, last, highest) learning rate over the coming `steps` schedule steps, and where the schedule itself
         ends when it says so. Tried out on a copy; nothing changes.
         """
         first = float(self.optimizer.param_groups[0]["lr"])
-        ends = getattr(self.scheduler, "total_steps", None) or getattr(self.scheduler, "T_max", None)
-        ends = None if ends is None else ends - self.done
+        done = self.done if self.by == "update" else self.epochs
+        ends = _end(self.scheduler)
+        ends = None if ends is None else ends - done
         if self.scheduler is None or self.by_user or steps > _SIMULATED:
             return first, first, first, None
         # A stand-in with the same learning rates, in place of the optimizer: its parameters are not copied.
@@ -108,10 +116,7 @@ class Schedule:
             warnings.simplefilter("ignore")  # torch misses the optimizer steps between
             for step in range(max(0, steps - 1)):
                 try:
-                    if self.counts:
-                        trial.step_update(self.done + step + 1)
-                    else:
-                        trial.step()
+                    self._step(trial, done + step + 1)
                 except ValueError:  # OneCycleLR, beyond its end
                     return first, last, highest, step
                 last = float(stand_in.param_groups[0]["lr"])
@@ -120,13 +125,40 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         inner = self.scheduler.state_dict() if hasattr(self.scheduler, "state_dict") else None
-        return {"done": self.done, "scheduler": inner}
+        return {"done": self.done, "epochs": self.epochs, "scheduler": _plain(inner)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.done = state["done"]
+        self.done, self.epochs = state["done"], state["epochs"]
         if state["scheduler"] is None:
             return
         if self.maker is not None:
             self._loaded = state["scheduler"]  # until it is built
         else:
-            self.scheduler.load_state_dict(state["scheduler"])
+            self.scheduler.load_state_dict(_typed(state["scheduler"], self.scheduler))
+
+
+def _end(scheduler: Any) -> int | None:
+    """Steps after which a schedule has arrived, where it says so."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
+        last = _end(scheduler._schedulers[-1])
+        return None if last is None else int(scheduler._milestones[-1]) + last
+    return getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", None)
+
+
+def _plain(state: Any) -> Any:
+    """MultiStepLR keeps its milestones in a Counter, which no checkpoint holds: as a dict."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return [_plain(value) for value in state] if isinstance(state, list) else state
+
+
+def _typed(state: Any, scheduler: Any) -> Any:
+    """What `_plain` was given, for a schedule of the same kind; schedules made of others hold theirs in a list."""
+    typed = {
+        key: Counter(value) if isinstance(getattr(scheduler, key, None), Counter) else value
+        for key, value in state.items()
+    }
+    parts = getattr(scheduler, "_schedulers", None)
+    if isinstance(parts, list | tuple) and isinstance(state.get("_schedulers"), list):
+        typed["_schedulers"] = [_typed(one, part) for one, part in zip(state["_schedulers"], parts)]
+    return typed

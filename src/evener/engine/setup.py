@@ -76,6 +76,34 @@ def for_target(keyword: str, value: Any, name: str, names: Sequence[str]) -> Any
     return value.get(name)
 
 
+def check_exact(model: torch.nn.Module) -> None:
+    """What cannot be equal to the last bit on every world size is refused.
+
+    Raises:
+        ModelError: complex parameters, or a layer that rewrites its weights in the forward.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ModelError(f"exact=True: parameter {name} is complex, which is not supported.", fix=["exact=False"])
+    for path, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(
+            module, torch.nn.Embedding | torch.nn.EmbeddingBag
+        ):
+            raise ModelError(
+                f"exact=True: {path or 'the model'} rewrites its weights in the forward (max_norm=), slice by slice.",
+                fix=["leave max_norm out", "or exact=False"],
+            )
+
+
+def check_sparse(model: torch.nn.Module) -> None:
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise ModelError(
+                f"{path or 'the model'} makes sparse gradients (sparse=True), which are not supported.",
+                fix=["sparse=False: the gradient is then dense"],
+            )
+
+
 def choose_strategy(asked: str, world_size: int) -> str:
     """auto is ddp for several processes and single for one; anything else is checked against the world size."""
     one_of("strategy", asked, STRATEGIES)
@@ -98,16 +126,28 @@ def has_batchnorm(model: torch.nn.Module) -> bool:
     return any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
 
 
-def freeze_batchnorm(model: torch.nn.Module) -> None:
-    """Running statistics stay as they are, also after a later model.train()."""
+def freeze_batchnorm(model: torch.nn.Module) -> list[Any]:
+    """Running statistics stay as they are, also after a later model.train(). Returns handles that undo it."""
 
     def stay(module: torch.nn.Module, args: object) -> None:
         module.training = False
 
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.eval()
-            module.register_forward_pre_hook(stay)
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    handles: list[Any] = [_Mode(module) for module in layers if module.training]
+    for module in layers:
+        module.eval()
+        handles.append(module.register_forward_pre_hook(stay))
+    return handles
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """A layer that was in training mode, to be put back."""
+
+    module: torch.nn.Module
+
+    def remove(self) -> None:
+        self.module.train()
 
 
 @dataclass(frozen=True, slots=True)

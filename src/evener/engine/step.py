@@ -63,9 +63,15 @@ def backward(
         nominal: Rows of the global batch as the order gives them; None where only the ranks together know.
         all_delivered: False where rows may be missing, on any rank: then they are counted.
     """
+    if target.training() != target.seen:
+        engine.retarget(target)
     states = engine.randomness.save()
     try:
         done = _pieces(engine, target, loss_fn, parts, nominal, all_delivered)
+    except BaseException:
+        if engine.buffers.any:
+            engine.buffers.after_backward()  # loss_fn raised: its forward counts for nothing
+        raise
     finally:
         # Also when loss_fn raises: a user's own draws go on as if nothing had been computed.
         engine.randomness.restore(states)
@@ -87,7 +93,7 @@ def _pieces(
     # In exact mode the division comes last, one factor for every element alike.
     known = None if engine.batch.exact else rows
     spread.begin(nominal or 1)
-    if buffers.slots:
+    if buffers.any:
         buffers.begin()
     last = len(parts) - 1
     for i, (number, count, batch) in enumerate(parts):
@@ -105,7 +111,7 @@ def _pieces(
             target.agree(tally, nominal, sum(part[1] for part in parts))
         elif target.names != (tuple(metrics) if len(metrics) < 2 else tuple(sorted(metrics))):
             refuse_names(target.names, metrics)
-        if buffers.slots:
+        if buffers.any:
             buffers.after_forward(number, count)
         if i == last and engine.distributed:
             sums, waiting = _send(engine, target, tally, slots)
@@ -116,7 +122,7 @@ def _pieces(
             value = value.float()  # weights beyond 65504, or with more than 8 bits, must not be rounded
         torch.autograd.backward(value, target.weight(loss, count, known, value), inputs=target.inputs)
         spread.after_backward(number)
-        if buffers.slots:
+        if buffers.any:
             buffers.after_backward()
     if not parts and engine.distributed:
         if target.names is None:
@@ -127,7 +133,7 @@ def _pieces(
         waiting()
     if not engine.distributed and slots > 1 and parts:
         sums = tally.pack(target.names or (), slots, engine.device)
-    if buffers.slots:
+    if buffers.any:
         total = rows if rows is not None else round(float(sums[:, 2].sum())) if sums is not None else tally.rows
         buffers.finish(spread, total, nominal or total)
     return Open(target, tally, sums, gradients, rows, len(parts))
@@ -186,10 +192,10 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
         scale = target.loss_scale.scale.clone()
         target.loss_scale.update(target.scaler_vote(found, tally, sums))
     target.optimize(found)
-    if engine.buffers.slots:
+    if engine.buffers.any:
         engine.buffers.undo_if(found)
     if engine.ema is not None:
-        engine.ema.update(found)
+        engine.ema.update(found, target.parameters)
     for parameter in target.parameters:
         parameter.grad = None  # freed during the next forward
     now = time.perf_counter()

@@ -42,14 +42,16 @@ class Target:
         exact: bool,
         loss_is: str | None,
     ) -> None:
-        self.name, self.optimizer, self.parameters, self.spread = name, optimizer, parameters, spread
+        self.name, self.optimizer, self.spread = name, optimizer, spread
+        self.alone = True
+        self.take(parameters)
         self.loss_scale, self.schedule, self.flags = loss_scale, schedule, flags
         self.max_grad_norm, self.exact, self.loss_is = max_grad_norm, exact, loss_is
+        self.kernels = [(group, group.get("fused")) for group in optimizer.param_groups]
+        self.skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", None)
         self.skips_on_device = prepare(optimizer, exact=exact)
         self.device = parameters[0].device
         self.master = parameters[0].dtype
-        # Where another optimizer's parameters take part in the same graph, only ours may receive gradients.
-        self.inputs: Sequence[torch.nn.Parameter] | None = None
         self.names: tuple[str, ...] | None = None  # of the metrics
         self.scalar: bool | None = None
         self.provisional = 1.0  # P, a power of two; matters only where the exponent range is small
@@ -57,6 +59,19 @@ class Target:
         self.ignored_labels = False
         self.named_unused = False
         self._constants: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+
+    def take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.seen = self.training()
+
+    def training(self) -> list[bool]:
+        """Which of the optimizer's parameters train; compared before every update."""
+        return [parameter.requires_grad for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def inputs(self) -> Sequence[torch.nn.Parameter] | None:
+        """Where other optimizers' parameters take part in the same graph, only these may receive gradients."""
+        return None if self.alone else self.parameters
 
     # ------------------------------------------------------------------------------------------------ factors
 
@@ -129,6 +144,18 @@ class Target:
             del optimizer.found_inf, optimizer.grad_scale
         elif not self.flags.read_now(found):
             self.optimizer.step()
+
+    def close(self) -> None:
+        """Leave the model without hooks and the optimizer with the kernels it came with."""
+        self.spread.close()
+        optimizer: Any = self.optimizer
+        for group, fused in self.kernels:
+            if "fused" in group:
+                group["fused"] = fused
+        if "fused" in optimizer.defaults and self.kernels:
+            optimizer.defaults["fused"] = self.kernels[0][1]
+        if hasattr(optimizer, "_step_supports_amp_scaling"):
+            optimizer._step_supports_amp_scaling = bool(self.skips_by_itself)
 
     def settle(self) -> None:
         """Read the last update's flag and make its schedule step. Waits for the device; no communication."""

@@ -231,7 +231,9 @@ class Record:
             chain.append(step)
             step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
         how = "interrupted" if isinstance(error, KeyboardInterrupt) else "exception"
-        self.end(how, 1, [describe(one) for one in chain])
+        # evener's own errors have exit codes of their own; for Python any exception is 1.
+        code = getattr(error, "exit_code", 1) if type(error).__module__ == "evener.errors" else 1
+        self.end(how, code, [describe(one) for one in chain])
         self.tell_torch(error)
 
     def tell_torch(self, error: BaseException) -> None:

@@ -34,7 +34,7 @@ from evener.launch.console import Console, say
 
 # How long ranks may take after a signal. Ctrl-C is somebody waiting at a terminal; TERM is a batch system that wants a
 # checkpoint written (torch's agent and Slurm both give 30 s).
-GRACE_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
+GRACE_SECONDS = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
 KILL_AFTER_SECONDS = 3.0
 # After a good end, helper processes (semaphore trackers, loggers) are ending too: no need to hurry them at once.
 SETTLE_SECONDS = 0.5
@@ -238,13 +238,13 @@ class _Supervisor:
 
     def _ending(self) -> Ending:
         ends = records.read_ends(self.launch.logs, self.launch.nproc)
-        if self.received == signal.SIGINT:
-            return Ending(130)
         if self.received is not None:
             # A rank that stopped in good order says so by its exit code (to be requeued, for example).
             codes = [end.code for end in ends if end.how == "exit" and end.code]
             if codes:
                 return Ending(codes[0])
+            if self.received == signal.SIGINT:
+                return Ending(130)
             return Ending(0 if all(end.how in ("finished", "exit") for end in ends) else 128 + self.received)
         if self.agent.returncode == 0:
             return Ending(0)

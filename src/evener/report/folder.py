@@ -50,11 +50,13 @@ class RunFolder:
         self.failures: dict[str, int] = {}
         self._say = say
         self._events: Events | None = None
+        self._lock = -1
         if not active:
             return
         wanted = Path("runs") / script_name() if dir is None else _named(Path(dir))
         try:
             self.path = wanted if continues else _claim(wanted, fresh=dir is None)
+            self._lock = _hold(self.path)
             self._events = Events(self.path / "events.jsonl")
         except OSError as error:
             raise _cannot_start(wanted, error) from None
@@ -97,6 +99,8 @@ class RunFolder:
             return
         self._events.close()
         self._events = None
+        if self._lock >= 0:
+            os.close(self._lock)
         for what, times in self.failures.items():
             if times > 1:
                 self._say(f"warning: {what} could not be written {format_count(times)} times")
@@ -132,6 +136,35 @@ def write_json(path: Path, value: object) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def in_use(path: Path) -> bool:
+    """Whether a run that is not closed owns this directory: in this process, or in another one of this machine."""
+    descriptor = _hold(path, make=False)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return descriptor == _TAKEN
+
+
+_TAKEN, _NO_LOCKS = -2, -1
+
+
+def _hold(path: Path, *, make: bool = True) -> int:
+    """A descriptor that holds the lock of `path` until it is closed (by the kernel if need be), else a number below 0."""
+    if sys.platform == "win32":
+        return _NO_LOCKS
+    import fcntl
+
+    try:
+        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o666)
+    except OSError:  # never locked, or a directory that only others may write to
+        return _NO_LOCKS
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # held by somebody, or a file system without locks
+        os.close(descriptor)
+        return _TAKEN if isinstance(error, BlockingIOError) else _NO_LOCKS
+    return descriptor
 
 
 def _named(path: Path) -> Path:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy
 import torch
 
-from evener.data import Cursor, Feed, Order, Piece, source_of
+from evener.batch import aligned
+from evener.data import Cursor, Feed, Order, source_of
 from evener.dist import Group, comm
-from evener.dist.info import share
-from evener.engine.cut import chop
+from evener.engine.cut import Cut
 from evener.engine.mean import Mean, total_of
 from evener.engine.randomness import Randomness
-from evener.errors import LossError
+from evener.errors import DataError, LossError
 from evener.run.predict import checked, in_dataset_order
 
 MetricFn = Callable[..., Any]
@@ -27,7 +27,12 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 def no_trace(model: torch.nn.Module, randomness: Randomness) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards mode (per module), buffers and generators are as before."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # The entries, not only the tensors: a forward may replace a buffer, or make one that was None.
+    buffers = [
+        (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     torch_states, python_state, numpy_state = randomness.save(), random.getstate(), numpy.random.get_state()
     model.eval()
     try:
@@ -37,8 +42,10 @@ def no_trace(model: torch.nn.Module, randomness: Randomness) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for entries, name, buffer, value in buffers:
+                entries[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
         randomness.restore(torch_states)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
@@ -63,14 +70,16 @@ class Walk:
         collate_fn: Callable[[list[Any]], Any] | None,
         num_workers: Any,
         seed: int,
+        exact: bool,
     ) -> None:
         source = source_of(data)
         self.module, self.rows, self.randomness = module, source.rows, randomness
         self.autocast: Autocast = autocast if autocast is not None else contextlib.nullcontext
 
-        def cut(rows: int) -> tuple[tuple[int, int], ...]:
-            return chop(*share(rows, group.rank, group.world_size), batch_size)
-
+        self.exact = exact
+        # Fixed chunks of the dataset, whoever computes one: in exact mode its values do not depend on the world size.
+        cut = Cut(group.rank, group.world_size, None, batch_size).pieces
+        self.batch_size = batch_size
         self.feed = Feed(
             source,
             Order(source.rows, seed, "sequential"),
@@ -86,17 +95,16 @@ class Walk:
             num_workers=num_workers,
         )
 
-    def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """(first row in the dataset, piece); the caller computes inside autocast and without gradients."""
+    def pieces(self) -> Iterator[tuple[int, Any, int]]:
+        """(first row in the dataset, batch, rows); the caller computes inside autocast and without gradients."""
         try:
             with no_trace(self.module, self.randomness):
-                number = 0
                 for portion in self.feed.portions(Cursor(), epochs=1):
                     for piece in portion.pieces:
-                        self.randomness.begin_piece(-1, number)
-                        number += 1
+                        at = portion.cursor.offset + piece.start
+                        self.randomness.begin_piece(-1, at // self.batch_size)
                         with self.autocast():
-                            yield portion.cursor.offset + piece.start, piece
+                            yield at, aligned(piece.batch) if self.exact else piece.batch, piece.rows
         finally:
             self.feed.close()
 
@@ -109,32 +117,40 @@ def evaluate(
     `module` holds everything that must not change; `model` is what metric_fn gets; `how`: see `Walk`.
     """
     walk = Walk(module, data, **how)
-    totals: dict[str, Any] = {}
-    counts: dict[str, Any] = {}
-    for _, piece in walk.pieces():
-        for name, mean in as_means(metric_fn(model, piece.batch), piece.rows).items():
-            # Kept on the device as float64 sums: read once, at the end.
-            total, count = _wide(total_of(mean.form, mean.value, mean.count)), _wide(mean.count)
-            totals[name] = totals[name] + total if name in totals else total
-            counts[name] = counts[name] + count if name in counts else count
-    mine = {name: [float(totals[name]), float(counts[name])] for name in totals}
+    chunks: list[int] = []
+    values: list[Any] = []  # total, count, total, ... of every chunk's means, on the device until the end
+    names: list[list[str]] = []
+    for at, batch, rows in walk.pieces():
+        means = as_means(metric_fn(model, batch), rows)
+        chunks.append(at)
+        names.append(list(means))
+        for mean in means.values():
+            values += [total_of(mean.form, mean.value, mean.count), mean.count]
+    read = iter(_read(values))
+    mine = [[at, {name: [next(read), next(read)] for name in of}] for at, of in zip(chunks, names)]
     with how["group"].call("evaluate"):
-        every: list[dict[str, list[float]]] = comm.all_gather(mine)
-    names = sorted({name for one in every for name in one}, key=lambda name: (name != "loss", name))
-    means = {}
-    for name in names:
-        total = sum(one[name][0] for one in every if name in one)
-        count = sum(one[name][1] for one in every if name in one)
-        means[name] = total / count if count else float("nan")
-    return means, walk.rows
+        every: list[list[Any]] = comm.all_gather(mine)
+    sums: dict[str, list[float]] = {}
+    for _, pairs in sorted((one for ranks in every for one in ranks), key=lambda one: one[0]):
+        for name, (total, count) in pairs.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = [before[0] + total, before[1] + count]
+    ordered = sorted(sums, key=lambda name: (name != "loss", name))
+    return {name: sums[name][0] / sums[name][1] if sums[name][1] else float("nan") for name in ordered}, walk.rows
 
 
 def predict(module: torch.nn.Module, model: Any, data: Any, fn: Callable[..., Any], **how: Any) -> torch.Tensor:
     """fn's values for every row, in dataset order, on every rank and on the CPU. Collective; see `Walk` for `how`."""
     walk = Walk(module, data, **how)
-    outputs = [(at, at + piece.rows, checked(fn, model, piece.batch, piece.rows)) for at, piece in walk.pieces()]
+    outputs: list[tuple[int, int, torch.Tensor]] = []
+    problem: DataError | None = None
+    try:
+        for at, batch, rows in walk.pieces():
+            outputs.append((at, at + rows, checked(fn, model, batch, rows)))
+    except DataError as error:
+        problem = error
     with how["group"].call("predict"):
-        return in_dataset_order(outputs, walk.rows)
+        return in_dataset_order(outputs, walk.rows, problem)
 
 
 def as_means(output: Any, rows: int) -> Mapping[str, Mean]:
@@ -162,7 +178,9 @@ def as_means(output: Any, rows: int) -> Mapping[str, Mean]:
     return means
 
 
-def _wide(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+def _read(values: list[Any]) -> list[float]:
+    """All of them as numbers, with one trip to the device for the tensors among them."""
+    tensors = [value.detach().reshape(()) for value in values if isinstance(value, torch.Tensor)]
+    wide = torch.float32 if tensors and tensors[0].device.type == "mps" else torch.float64
+    numbers = iter(torch.stack([value.to(wide) for value in tensors]).tolist() if tensors else ())
+    return [next(numbers) if isinstance(value, torch.Tensor) else float(value) for value in values]

@@ -17,7 +17,7 @@ from evener.report.console import Console
 from evener.report.curves import Curves
 from evener.report.folder import RunFolder
 
-_SHORTEST, _LONGEST, _POINTS = 0.05, 10.0, 500
+_SHORTEST, _LONGEST, _POINTS = 0.1, 10.0, 500
 _Waiting = tuple[Update, torch.Tensor, float, Any, int]
 
 
@@ -34,12 +34,14 @@ class Output:
         self.rows = 0  # since the last point
         self.since = self.began
         self.waiting: _Waiting | None = None
+        self.total: int | None = None
 
     def update(self, update: Update, rows: int, done: int, total: int | None) -> None:
         """After every update, `done` of `total`. A clock reading when no point is due; never waits for the device."""
         if not self.active:
             return
         self.rows += rows
+        self.total = total
         if self.waiting is not None:
             self._land(total)
         now = time.perf_counter()
@@ -92,8 +94,11 @@ class Output:
         self.console.close()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        if self.active:
-            self.curves.log(values, step)
+        if not self.active:
+            return
+        if self.waiting is not None and self.waiting[0].number < step:
+            self._land(self.total, wait=True)  # loggers drop a point that comes after a later one
+        self.curves.log(values, step)
 
     def close(self) -> None:
         self.console.close()

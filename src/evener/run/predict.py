@@ -11,25 +11,36 @@ from evener.dist import comm
 from evener.errors import DataError
 
 
-def in_dataset_order(outputs: list[tuple[int, int, torch.Tensor]], rows: int) -> torch.Tensor:
+def in_dataset_order(
+    outputs: list[tuple[int, int, torch.Tensor]], rows: int, problem: DataError | None = None
+) -> torch.Tensor:
     """All ranks' (start, stop, values of those rows) as one CPU tensor of `rows` rows. Collective.
 
+    problem: what went wrong on this rank: then every rank raises, and none waits for another.
+
     Raises:
-        DataError: `fn` returned something else than one value per row, or shapes that differ.
+        DataError: on all ranks: a problem of any rank, or shapes that differ.
     """
-    mine = torch.cat([values for *_, values in outputs]) if outputs else None
     spans = [(start, stop) for start, stop, _ in outputs]
-    about = None if mine is None else {"shape": list(mine.shape[1:]), "dtype": str(mine.dtype).removeprefix("torch.")}
-    every: list[dict[str, Any]] = comm.all_gather({"spans": spans, "about": about})
-    kinds = [one["about"] for one in every if one["about"] is not None]
-    if any(kind != kinds[0] for kind in kinds):
+    kinds = sorted({(tuple(values.shape[1:]), str(values.dtype).removeprefix("torch.")) for *_, values in outputs})
+    said = None if problem is None else [problem.cause, list(problem.evidence), list(problem.fix)]
+    every: list[dict[str, Any]] = comm.all_gather({"spans": spans, "kinds": kinds, "problem": said})
+    if problem is not None:
+        raise problem
+    for one in every:
+        if one["problem"] is not None:
+            cause, evidence, fix = one["problem"]
+            raise DataError(cause, evidence=evidence, fix=fix)
+    found = sorted({(tuple(shape), dtype) for one in every for shape, dtype in one["kinds"]})
+    if len(found) > 1:
         raise DataError(
             "fn returned tensors of different shapes or dtypes.",
-            evidence=[str(kind) for kind in kinds],
+            evidence=[f"{dtype} of shape {shape} for a row" for shape, dtype in found[:8]],
             fix=["return one value of the same shape and dtype for every row (pad sequences)"],
         )
-    dtype: torch.dtype = getattr(torch, kinds[0]["dtype"])
-    shape = kinds[0]["shape"]
+    ((shape, name),) = found
+    dtype: torch.dtype = getattr(torch, name)
+    mine = torch.cat([values for *_, values in outputs]) if outputs else None
     result = torch.empty(rows, *shape, dtype=dtype)
     longest = max(sum(stop - start for start, stop in one["spans"]) for one in every)
     padded = torch.zeros(longest, *shape, dtype=dtype)

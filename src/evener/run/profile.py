@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -26,32 +27,42 @@ class Profile:
         if device.type == "cuda":
             self.activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler: Any = None
-        self.before = self.began = 0.0
+        self.before = float("inf")  # seconds of the fastest update so far
+        self.began = 0.0
+        self.traced = 0
 
-    def at(self, update: int, folder: Path | None, rank: int) -> str | None:
+    def at(self, update: int, folder: Path, rank: int) -> str | None:
         """Called before every update. Returns a line to show when the trace is written."""
         if self.updates is None:
             return None
-        if update == self.updates.start - 1:
-            self.before = time.perf_counter()
+        if update <= self.updates.start:
+            now = time.perf_counter()
+            # The fastest, not the last: the first updates import, compile and learn.
+            self.before = min(self.before, now - self.began) if self.began else self.before
+            self.began = now
         if update == self.updates.start:
-            self.before = time.perf_counter() - self.before if self.before else 0.0
             self.profiler = torch.profiler.profile(activities=self.activities, record_shapes=True)
             self.profiler.__enter__()
             self.began = time.perf_counter()
         elif self.profiler is not None and update >= self.updates.stop:
             return self.stop(folder, rank)
+        self.traced += self.profiler is not None
         return None
 
-    def stop(self, folder: Path | None, rank: int) -> str | None:
+    def stop(self, folder: Path, rank: int) -> str | None:
+        """Write the trace, if one is being recorded. Every rank writes its own."""
         if self.profiler is None:
             return None
-        seconds = (time.perf_counter() - self.began) / len(self.updates or (0,))
+        seconds = (time.perf_counter() - self.began) / self.traced
         profiler, self.profiler, self.updates = self.profiler, None, None
         profiler.__exit__(None, None, None)
-        if folder is None:
-            return None
         path = folder / f"rank{rank}.pt.trace.json"
-        profiler.export_chrome_trace(str(path))
-        cost = f" ({seconds / self.before:.1f} times as slow as the update before)" if self.before else ""
-        return f"trace of {len(self.updates or ())} updates: {path}{cost}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # on another machine
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # a full disk does not end a training
+            return f"warning: the trace could not be written ({error})"
+        cost = f", {1000 * seconds:.3g} ms each"
+        if math.isfinite(self.before):
+            cost += f" instead of {1000 * self.before:.3g} ms without"
+        return f"trace of {self.traced} update{'s' if self.traced > 1 else ''}: {path}{cost}"

@@ -32,11 +32,15 @@ def identity(config: Config, engine: Engine, rows: int) -> dict[str, Any]:
         "max_grad_norm": config.max_grad_norm,
         "ema": config.ema,
         "dataset rows": rows,
-        "parameters": {name: list(parameter.shape) for name, parameter in engine.model.named_parameters()},
+        "batchnorm": config.batchnorm,
+        "prepare": config.prepare is not None,
+        "parameters": {name: _look(one) for name, one in engine.model.named_parameters()},
+        "buffers": {name: _look(one) for name, one in engine.model.named_buffers()},
     }
     for name, target in engine.targets.items():
         prefix = f"optimizer {name}".strip()
         about[prefix] = type(target.optimizer).__name__
+        about[f"{prefix} parameters"] = engine.groups()[name]
         for i, group in enumerate(target.optimizer.param_groups):
             for key, value in group.items():
                 if key in ("params", "fused", "foreach", "capturable", "differentiable", "lr", "initial_lr", "betas"):
@@ -49,7 +53,30 @@ def identity(config: Config, engine: Engine, rows: int) -> dict[str, Any]:
         about[f"schedule {name}".strip()] = (
             "a function" if target.schedule.maker is not None else type(scheduler).__name__ if scheduler else None
         )
+        if hasattr(scheduler, "state_dict"):
+            about[f"schedule {name} settings".replace("  ", " ")] = _settings(scheduler.state_dict())
     return about
+
+
+def _look(tensor: torch.Tensor) -> str:
+    """`(3, 4) float32, frozen`"""
+    kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+    return f"{kind}, frozen" if frozen else kind
+
+
+# What a schedule's state says about how far it is, not about which one it is.
+_PROGRESS = {"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "base_lrs"}
+_PROGRESS |= {"best", "num_bad_epochs", "cooldown_counter", "T_cur", "_initial_step", "last_metric"}
+
+
+def _settings(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {str(key): _settings(value) for key, value in state.items() if key not in _PROGRESS}
+    if isinstance(state, list | tuple):
+        return [_settings(one) for one in state]
+    plain = isinstance(state, str | int | float | bool | None)
+    return state if plain else type(state).__name__
 
 
 def _cycles_momentum(scheduler: Any) -> bool:
@@ -69,11 +96,18 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     for key in {**then, **now}:
         before, after = then.get(key), now.get(key)
-        if key == "parameters" and isinstance(before, Mapping) and isinstance(after, Mapping) and before != after:
+        if (
+            key in ("parameters", "buffers")
+            and isinstance(before, Mapping)
+            and isinstance(after, Mapping)
+            and before != after
+        ):
             names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-            lines += [f"parameter {name}: {before.get(name)}, now {after.get(name)}" for name in names[:4]]
+            lines += [
+                f"{key.removesuffix('s')} {name}: {before.get(name)}, now {after.get(name)}" for name in names[:4]
+            ]
             if len(names) > 4:
-                lines.append(f"... and {len(names) - 4} more parameters")
+                lines.append(f"... and {len(names) - 4} more {key}")
         elif before != after:
             lines.append(f"{key}: {before!r}, now {after!r}")
     return lines

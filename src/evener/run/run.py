@@ -16,6 +16,7 @@ from typing import Any, Unpack
 
 import torch
 
+from evener import batch as batches
 from evener.checkpoint.weights import export as export_weights
 from evener.checkpoint.weights import load_weights
 from evener.config import Config, ConfigFile, RunKeywords
@@ -135,7 +136,6 @@ class Run:
         self.saving = Saving(config, self.engine, identity(config, self.engine, source.rows))
         self._begin([*source.notes, *weight_notes])
         self._closed = False
-        _HELD.add(os.path.abspath(self.path))
         # Not the bound method: a model and its optimizer would stay in memory until the process ends.
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -192,7 +192,7 @@ class Run:
         config = self.config
         wanted = Path(config.dir) if config.dir is not None else Path("runs") / script_name()
         with self.group.call("the constructor of Run or Engine"):
-            path, saved, notes = self.saving.find(wanted, self.is_main, _HELD)
+            path, saved, notes = self.saving.find(wanted, self.is_main)
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
         self.saving.open(self.path)
@@ -238,8 +238,8 @@ class Run:
     @property
     def optimizer(self) -> Any:
         """The optimizer, or {name: optimizer}, as it was given."""
-        targets = self.engine.targets
-        return {name: target.optimizer for name, target in targets.items()} if len(targets) > 1 else self.engine.optimizer
+        optimizers = {name: target.optimizer for name, target in self.engine.targets.items()}
+        return optimizers if len(optimizers) > 1 else self.engine.optimizer
 
     @property
     def scheduler(self) -> Any:
@@ -376,7 +376,12 @@ class Run:
 
     def _train(self, total: int) -> Iterator[Update]:
         for batch in self._feed_batches(total):
-            update = self.step(batch)
+            try:
+                update = self.step(batch)
+            except Exception:
+                # The batch was not used: a script that catches the error and loops again gets it again.
+                self.cursor, self._batches = batch.portion.cursor, self._batches - 1
+                raise
             self._end_epochs()  # a schedule's epoch is over before the body sees its last update
             yield update
 
@@ -431,6 +436,10 @@ class Run:
                 if self.config.save_every is not None:
                     self._save(self.number)
                 self._out.folder.event("finish", update=self.number - 1, updates=self.number, seconds=_since(began))
+        except GeneratorExit:
+            # `break`: the script decided that this is enough. After an exception in the body it is not (see close).
+            self._loop_ended, self._error_before = True, _uncaught()
+            raise
         finally:
             self._out.finish_loop(self.total)
 
@@ -458,6 +467,8 @@ class Run:
         raise Stopped(reason)
 
     def _prepared(self, batch: Any, number: int) -> Any:
+        if self.config.exact:
+            batch = batches.aligned(batch)
         if self.config.prepare is None:
             return batch
         generator = torch.Generator(device=self.device)
@@ -507,6 +518,7 @@ class Run:
             collate_fn=self.config.collate_fn,
             num_workers=self.config.num_workers,
             seed=self.config.seed,
+            exact=self.config.exact,
         )
         self._out.folder.event("evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=_since(began))
         self.log({f"evaluate/{name}": value for name, value in means.items()})
@@ -537,6 +549,7 @@ class Run:
             collate_fn=self.config.collate_fn,
             num_workers=self.config.num_workers,
             seed=self.config.seed,
+            exact=self.config.exact,
         )
 
     def _rows_at_once(self, batch_size: int | None) -> int:
@@ -556,8 +569,9 @@ class Run:
 
     def save(self, name: str) -> None:
         """A checkpoint under a name of its own, which is kept: `run.save("best")`. Collective."""
-        with self.group.call("save"):
-            self._save(name)
+        if not isinstance(name, str):
+            raise UsageError(f"save({name!r}): checkpoints of your own have names.", fix=['run.save("best")'])
+        self._save(name)
 
     def load(self, name: str) -> None:
         """Put everything back to the checkpoint saved under `name`, the data position included. Collective."""
@@ -576,7 +590,8 @@ class Run:
             "batches": self._batches,
             "epoch": self._epoch_sums.state_dict(),
         }
-        path, notes = self.saving.write(name, position, self.number)
+        with self.group.call("save" if isinstance(name, str) else "the loop's checkpoint"):
+            path, notes = self.saving.write(name, position, self.number)
         for note in notes:
             self._out.console.say(note)
         self._out.folder.event("checkpoint", update=self.number - 1, path=path, seconds=_since(began))
@@ -615,7 +630,6 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        _HELD.discard(os.path.abspath(self.path))
         self.feed.close()
         self._mark_finished()
         line = self.profile.stop(self.path, self.rank)  # the loop was left inside of the range
@@ -670,9 +684,6 @@ class Run:
         line = in_words(kind, update, fields)
         if line:
             self._out.console.say(line)
-
-
-_HELD: set[str] = set()  # directories of this process's runs that were not closed; nobody else may know of them
 
 
 def _close(run: weakref.ref[Run]) -> None:

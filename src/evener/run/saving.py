@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from evener.config_checks import seconds_of
 from evener.dist import comm
 from evener.engine import Engine
 from evener.errors import UsageError
+from evener.report.folder import in_use
 from evener.run.resume import FINISHED, differences, refuse, siblings
 
 
@@ -37,10 +37,8 @@ class Saving:
         self.saved_at = (0, time.monotonic())
         self.checkpoints: Checkpoints | None = None
 
-    def find(self, wanted: Path, is_main: bool, held: Container[str] = ()) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
+    def find(self, wanted: Path, is_main: bool) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
         """(directory to continue, its state, lines to show). Newest first. Rank 0's disk decides for all.
-
-        held: absolute paths that another run of this process uses: never continued.
 
         Raises:
             UsageError: `resume="must"` and nothing fits.
@@ -49,13 +47,11 @@ class Saving:
         if self.config.resume == "never":
             return None, None, lines
         found: list[tuple[str, bool, bool]] = comm.broadcast(
-            [(str(path), (path / FINISHED).exists(), os.path.abspath(path) in held) for path in siblings(wanted)]
-            if is_main
-            else None
+            [(str(path), (path / FINISHED).exists(), in_use(path)) for path in siblings(wanted)] if is_main else None
         )
         for name, finished, used in found:
             if used:
-                lines.append(f"{name} is in use: another Run of this process was not closed")
+                lines.append(f"{name} is in use by a Run that was not closed")
                 continue
             checkpoints = Checkpoints(Path(name) / "checkpoints", keep=self.config.keep_checkpoints)
             newest, notes = checkpoints.newest()
@@ -65,7 +61,8 @@ class Saving:
             states, about = checkpoints.load(newest)
             differ = differences(about["identity"], self.identity)
             if finished:
-                lines.append(f"{name} is a finished run")
+                if not any("is a finished run" in line for line in lines):  # the newest of them is enough
+                    lines.append(f"{name} is a finished run")
             elif differ:
                 lines += [f"{name} is another run:", *(f"  {line}" for line in differ)]
             else:
@@ -113,7 +110,7 @@ class Saving:
                 # Between updates a user's own draws go on where they were. All ranks continue from rank 0's.
                 "python": random.getstate(),
                 "numpy": numpy.random.get_state(legacy=False),
-                "torch": self.engine.randomness.save(),
+                "torch": self.engine.randomness.torch_states(),
             },
             "run": {**position, "state": self.state},
         }
@@ -139,6 +136,6 @@ class Saving:
         random.setstate(drawn["python"])
         numpy.random.set_state(drawn["numpy"])
         if len(drawn["torch"]) == len(self.engine.randomness.generators):  # another kind of device has its own
-            self.engine.randomness.restore(drawn["torch"])
+            self.engine.randomness.set_torch_states(drawn["torch"])
         position: Mapping[str, Any] = states["run"]
         return position

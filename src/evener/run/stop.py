@@ -51,4 +51,5 @@ def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is handle:  # not where another loop has put its own in front
+                signal.signal(number, handler)

@@ -43,16 +43,24 @@ def contract_of(config: Config, engine: Engine, rows: int) -> str:
 
 
 def schedule_lines(engine: Engine, steps: int, per_epoch: int) -> Iterator[str]:
-    """`lr 1e-3 -> 1e-5 over 4,690 updates` for each schedule, with a warning where it does not fit the run."""
+    """`lr 1e-3 -> 1e-5 over 4,690 updates` for each schedule, with a warning where it does not fit the run.
+
+    With several optimizers only the loop's body knows how many updates each will make: then only the first value.
+    """
     for name, target in engine.targets.items():
         schedule = target.schedule
         if schedule.scheduler is None:
             continue
         by_update = schedule.by == "update"
+        if name:
+            first = schedule.preview(1)[0]
+            yield f"{name}: {lr_line(first, first, None).removesuffix(', constant')}, then by its schedule"
+            continue
         count = steps if by_update else max(1, round(steps / max(1, per_epoch)))
         first, last, highest, ends = schedule.preview(count)
-        line = lr_line(first, last, steps, peak=highest, schedule_updates=ends if by_update else None)
-        yield f"{name}: {line}" if name else line
+        if ends is not None and not by_update:
+            ends *= per_epoch
+        yield lr_line(first, last, steps, peak=highest, schedule_updates=ends)
 
 
 def in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:

@@ -84,5 +84,15 @@ def all_reduce(vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
     return wait
 
 
+def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`flat` (1-dimensional, contiguous) as a tensor of `like`'s shape, and of its strides where those are dense: a
+    fused optimizer wants gradients laid out as their parameters (channels last)."""
+    if not like.is_contiguous():
+        span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride()))
+        if span == like.numel():
+            return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return flat.view(like.shape)
+
+
 def no_wait() -> None:
     """Nothing is on its way."""

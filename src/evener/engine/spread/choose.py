@@ -18,8 +18,8 @@ from evener.errors import UsageError
 
 def make_spread(
     strategy: str,
-    parameters: Sequence[torch.nn.Parameter],
     *,
+    parameters: Sequence[torch.nn.Parameter],
     batch: Batch,
     rank: int,
     world_size: int,
@@ -42,7 +42,9 @@ def make_spread(
                 f'strategy="dp" cuts a batch over GPUs, which {why} forbids.',
                 fix=['strategy="ddp" with one process per GPU', 'or batchnorm="frozen" where BatchNorm may stay fixed'],
             )
-        notes.append("dp is one process driving several GPUs; ddp is faster and the better choice")
+        note = "dp is one process driving several GPUs; ddp is faster and the better choice"
+        if note not in notes:
+            notes.append(note)
         return DP(parameters, device=device, device_ids=device_ids, output_device=output_device, scatter=scatter)
     if batch.exact:
         assert batch.cut.slice_size is not None

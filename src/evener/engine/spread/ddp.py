@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from evener.engine.spread import all_reduce, existing
+from evener.engine.spread import all_reduce, existing, shaped
 from evener.engine.spread.single import Single
 from evener.errors import CollectiveError
 
@@ -29,7 +29,7 @@ class Bucket:
         self.flat = torch.zeros(sum(sizes) + len(members), dtype=dtype, device=parameters[members[0]].device)
         parts = self.flat.split([*sizes, len(members)])
         self.used = parts[-1]
-        self.views = [part.view_as(parameters[i]) for part, i in zip(parts, members)]
+        self.views = [shaped(part, parameters[i]) for part, i in zip(parts, members)]
         self.waiting = len(members)
         self.work: dist.Work | None = None
 

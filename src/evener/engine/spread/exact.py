@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from evener.dist.info import share
-from evener.engine.spread import Tensors, all_reduce, existing, no_wait
+from evener.engine.spread import Tensors, all_reduce, existing, no_wait, shaped
 from evener.engine.spread.single import Single
 
 Node = tuple[int, int]  # level, index
@@ -86,7 +86,7 @@ class Bucket:
         self.members, self.rank, self.world = members, rank, world
         like = parameters[members[0]]
         self.sizes = [*(parameters[i].numel() for i in members), len(members)]
-        self.shapes = [parameters[i].shape for i in members]
+        self.likes = [parameters[i] for i in members]
         self.chunk = -(-sum(self.sizes) // world)
         self.rows = torch.zeros(0, world * self.chunk, dtype=like.dtype, device=like.device)  # one per own node
         self.whole = self.rows.new_empty(world * self.chunk)
@@ -101,14 +101,16 @@ class Bucket:
         for row, node in zip(self.rows, mine):
             *views, used = row[: sum(self.sizes)].split(self.sizes)
             of = nodes[node]
-            torch._foreach_copy_(list(views), [of.gradients[i].view(-1) for i in self.members])
+            torch._foreach_copy_(
+                [shaped(view, like) for view, like in zip(views, self.likes)], [of.gradients[i] for i in self.members]
+            )
             used.copy_(torch.tensor([of.used[i] for i in self.members]))
         root = exchange(self.rows, held, self.rank, leaves, self.received, self.whole)
         *views, used = root[: sum(self.sizes)].split(self.sizes)
         # A rank that used everything itself knows the answer; reading waits for the device.
         sure = bool(mine) and all(any(nodes[node].used[i] for node in mine) for i in self.members)
         flags = [1.0] * len(self.members) if sure else used.tolist()
-        return [view.view(shape) if flag else None for view, shape, flag in zip(views, self.shapes, flags)]
+        return [shaped(view, like) if flag else None for view, like, flag in zip(views, self.likes, flags)]
 
 
 def exchange(
@@ -229,6 +231,8 @@ class Exact(Single):
         rows = []
         for gradient in gradients:
             whole = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-            rows.append(torch.linalg.vector_norm(whole.flatten(1), dim=1) if whole.ndim > 1 else whole.abs().view(-1))
+            rows.append(
+                torch.linalg.vector_norm(whole.flatten(1), dim=1) if whole.ndim > 1 else whole.abs().reshape(-1)
+            )
         norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(rows))
         return norm

@@ -1,0 +1,182 @@
+"""The documentation is true: tables match the code, links lead somewhere, both READMEs are in step, marked blocks run."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+import sys
+import tokenize
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from evener import errors
+from evener.config import Config
+from evener.report.events import KINDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+FENCE = re.compile(r"^(?P<mark><!-- run -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[bool, str, str]]:
+    """(marked to run, language, text) of every fenced block."""
+    found = FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [(bool(block["mark"]), block["language"], block["text"]) for block in found]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def table(page: str, first_column: str) -> list[list[str]]:
+    """The rows of the table whose first column has this title."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return rows
+
+
+def bare(cell: str) -> str:
+    return cell.strip("`")
+
+
+def test_both_readmes_have_the_same_blocks_and_as_many_headings():
+    english, chinese = ROOT / "README.md", ROOT / "README.zh-CN.md"
+    assert blocks(english) == blocks(chinese)
+    levels = [re.findall(r"^#+", prose(page), re.MULTILINE) for page in (english, chinese)]
+    assert levels[0] == levels[1]
+    links = [re.findall(r"\]\(([^)]+)\)", prose(page)) for page in (english, chinese)]
+    assert links[0][1:] == links[1][1:]  # the first is the other language
+
+
+def test_the_readme_stays_one_page():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 270
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", prose(target), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles], link
+
+
+def test_every_keyword_is_in_the_table_with_its_group_and_default():
+    shown = [tuple(bare(cell) for cell in row[:3]) for row in table("keywords.md", "keyword")]
+    expected = []
+    for field in fields(Config):
+        if field.name == "origins":
+            continue
+        default = "required" if field.default is MISSING else repr(field.default).replace("'", '"')
+        expected.append((field.name, field.metadata["group"], default))
+    assert shown == expected
+
+
+def test_every_event_is_in_the_table():
+    shown = {
+        bare(kind): (says, tuple(re.findall(r"`(\w+)`", names))) for kind, says, names in table("events.md", "kind")
+    }
+    assert shown == dict(KINDS)
+
+
+def test_every_exit_code_is_in_the_table():
+    from evener.run import Stopped
+
+    shown = {bare(row[0]): int(row[1]) for row in table("events.md", "exception")}
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.EvenerError)]
+    assert shown == {one.__name__: one.exit_code for one in classes} | {"Stopped": Stopped("").code}
+
+
+def only_on_cuda(source: str) -> bool:
+    """Whether the code itself, not its comments and messages, names CUDA or NCCL."""
+    words = [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type in (tokenize.NAME, tokenize.OP) or token.string in ('"cuda"', '"nccl"')
+    ]
+    text = "".join(words)
+    return any(word in text for word in ("torch.cuda", '"cuda"', '"nccl"', ".is_cuda", "pynvml"))
+
+
+def test_every_file_with_lines_for_cuda_is_in_the_table():
+    source = ROOT / "src" / "evener"
+    shown = {bare(row[0]) for row in table("measurements.md", "file")}
+    found = {str(file.relative_to(source)) for file in source.rglob("*.py") if only_on_cuda(file.read_text("utf-8"))}
+    assert shown == found
+
+
+def test_the_file_tree_names_what_is_there():
+    tree = next(text for _, _, text in blocks(ROOT / "README.md") if text.startswith("src/evener/\n"))
+    folders: list[tuple[int, Path]] = []
+    named = set()
+    for line in tree.splitlines():
+        depth, name = len(line) - len(line.lstrip()), line.split()[0]
+        folders = [(at, folder) for at, folder in folders if at < depth]
+        path = (folders[-1][1] if folders else ROOT) / name
+        assert path.exists(), line
+        named.add(path)
+        if name.endswith("/"):
+            folders.append((depth, path))
+    rooms = {folder.parent for folder in (ROOT / "src" / "evener").glob("*/__init__.py")}
+    assert rooms <= named
+    assert set((ROOT / "docs").glob("*.md")) <= named
+    assert set((ROOT / "examples").glob("*.py")) <= named
+
+
+RUNNABLE = [
+    pytest.param(language, text, id=f"{page.name}-{number}")
+    for page in PAGES
+    if page.name != "README.zh-CN.md"  # its blocks are those of README.md
+    for number, (marked, language, text) in enumerate(blocks(page))
+    if marked
+]
+
+
+def sides(language: str, text: str) -> list[str]:
+    """The scripts in a block: a `diff` is the one before and the one after."""
+    if language != "diff":
+        return [text]
+    lines = text.splitlines(keepends=True)
+    return ["".join(line[1:] or "\n" for line in lines if line[0] != sign) for sign in "+-"]
+
+
+def run_here(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, because importing torch would cost more than the script."""
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("EVENER_PLAN", raising=False)
+    monkeypatch.setattr(sys, "argv", ["block.py"])
+    (folder / "block.py").write_text(script, encoding="utf-8")
+    runpy.run_path("block.py", run_name="__main__")
+
+
+@pytest.mark.parametrize("language, text", RUNNABLE)
+def test_marked_blocks_run(tmp_path, monkeypatch, language, text):
+    for script in sides(language, text):
+        run_here(script, tmp_path, monkeypatch)
+
+
+def test_the_ported_script_prints_on_one_process_what_the_readme_shows_of_four(tmp_path, monkeypatch, capsys):
+    """Rows and learning rates as they are; losses up to the order of sums."""
+    _, language, port = next(block for block in blocks(ROOT / "README.md") if block[0])
+    shown = next(text for _, _, text in blocks(ROOT / "README.md") if "--nproc 4 --cpu train.py" in text)
+    run_here(sides(language, port)[1], tmp_path, monkeypatch)
+    printed, expected = (
+        [line.partition(" loss ") for line in text.splitlines() if line.startswith(("rows", "epoch"))]
+        for text in (capsys.readouterr().out, shown)
+    )
+    assert [words for words, _, _ in printed] == [words for words, _, _ in expected]
+    losses = [[float(loss) for _, _, loss in lines if loss] for lines in (printed, expected)]
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], abs=2e-5)
