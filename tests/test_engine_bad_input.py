@@ -104,6 +104,17 @@ def test_losses():
     refused("loss_fn returned a float", loss_fn=lambda m, b: m(b[0]).sum().item())
     refused("a dict with keys ['loss']", loss_fn=lambda m, b: {"loss": m(b[0]).sum()})
     refused("metric 'accuracy' is a float", loss_fn=lambda m, b: (m(b[0]).sum(), {"accuracy": 0.5}))
+    refused(
+        "Mean(count=): a tensor of shape (8,)",
+        loss_fn=lambda m, b: evener.Mean(total=m(b[0]).sum(), count=torch.ones(8)),
+    )
+    refused("Mean(count='8'): a str is no number", loss_fn=lambda m, b: evener.Mean(total=m(b[0]).sum(), count="8"))
+    refused("Mean(count=-1): a count is at least 0", loss_fn=lambda m, b: evener.Mean(total=m(b[0]).sum(), count=-1))
+    refused(
+        "Mean(mean=): a tensor of shape (2,)",
+        loss_fn=lambda m, b: (m(b[0]).sum(), {"a": evener.Mean(mean=torch.ones(2), count=1)}),
+    )
+    refused("a metric's name is a int: 3", loss_fn=lambda m, b: (m(b[0]).sum(), {3: evener.Mean(mean=1.0, count=1)}))
     refused("Mean takes exactly one of total= and mean=", loss_fn=lambda m, b: evener.Mean(count=1))
     refused(
         "two Means cannot be added",

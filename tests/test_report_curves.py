@@ -120,7 +120,7 @@ def test_a_logger_replaces_tensorboard(folder):
     Curves(folder, lambda values, step: calls.append((values, step))).log({"loss": 2.0}, 6)
     assert wandb.points == [({"loss": 1.0}, 5)]
     assert calls == [({"loss": 2.0}, 6)]
-    assert [file.name for file in folder.path.iterdir()] == ["events.jsonl"]
+    assert [file.name for file in folder.path.iterdir()] == [".lock", "events.jsonl"]
 
 
 def test_a_logger_that_fails_is_said_once_and_asked_again(folder, said):

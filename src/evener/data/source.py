@@ -165,7 +165,7 @@ def _tensor(value: Any) -> torch.Tensor:
         # A read-only array (a memory map) is only ever gathered from.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
-            return torch.as_tensor(value)
+            return torch.as_tensor(value).detach()  # a gradient would be that of every update together
         except (TypeError, ValueError) as error:  # such as another byte order
             raise DataError(
                 f"an array of dtype {value.dtype} has no tensor.", evidence=[str(error)], fix=["array.astype(...)"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,9 +31,11 @@ class Mean:
                 "Mean takes exactly one of total= and mean=.",
                 fix=["Mean(total=summed_loss, count=tokens)", "Mean(mean=mean_loss, count=tokens)"],
             )
-        self.value: Number = total if total is not None else mean  # type: ignore[assignment]
         self.form = "total" if total is not None else "mean"
-        self.count = count
+        self.value: Number = _one(self.form, total if total is not None else mean)
+        self.count: Number = _one("count", count)
+        if not isinstance(self.count, torch.Tensor) and self.count < 0:
+            raise LossError(f"Mean(count={count!r}): a count is at least 0.", fix=["count=len(y)"])
 
     def __add__(self, other: object) -> NoReturn:
         raise LossError(
@@ -45,6 +47,25 @@ class Mean:
 
     def __repr__(self) -> str:
         return f"Mean({self.form}={self.value!r}, count={self.count!r})"
+
+
+def _one(name: str, value: Any) -> Number:
+    """One number, on the host or on a device; a tensor of one element becomes 0-dimensional."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise LossError(
+                f"Mean({name}=): a tensor of shape {tuple(value.shape)}; it must be one number.",
+                fix=[f"{name}=values.sum()", "or values.mean() for mean="],
+            )
+        return value.reshape(()) if value.ndim else value
+    if isinstance(value, int | float):
+        return value
+    if hasattr(value, "__float__") and not isinstance(value, str):  # numpy's numbers
+        return float(value)
+    raise LossError(
+        f"Mean({name}={value!r}): a {type(value).__name__} is no number.",
+        fix=["give a number or a tensor of one element"],
+    )
 
 
 def total_of(form: str, value: Number, count: Number) -> Number:

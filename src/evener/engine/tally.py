@@ -36,8 +36,6 @@ class Tally:
         value, count = loss.value, loss.count
         assert isinstance(value, torch.Tensor)
         value = value.detach()
-        if value.ndim:
-            value = value.reshape(())
         if isinstance(count, torch.Tensor):
             count = count.detach()
         self.entries.append((slot, loss.form, value, count, rows))
@@ -111,12 +109,19 @@ def as_loss(output: Any, rows: int) -> tuple[Mean, bool, Mapping[str, Mean]]:
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping):
         output, metrics = output
         for name, metric in metrics.items():
+            if not isinstance(name, str):
+                raise LossError(f"a metric's name is a {type(name).__name__}: {name!r}.", fix=[f'{{"{name}": ...}}'])
             if not isinstance(metric, Mean):
                 raise LossError(
                     f"metric {name!r} is a {type(metric).__name__}; a metric says what it is the mean of.",
                     fix=[f"{{{name!r}: evener.Mean(total=..., count=...)}}", "or Mean(mean=value, count=len(y))"],
                 )
     scalar = isinstance(output, torch.Tensor)
+    if scalar and output.numel() != 1:
+        raise LossError(
+            f"the loss has shape {tuple(output.shape)}; it must be one number.",
+            fix=["return loss.mean(), the mean over the rows", "or Mean(total=loss.sum(), count=loss.numel())"],
+        )
     loss = Mean(mean=output, count=rows) if scalar else output
     if not isinstance(loss, Mean):
         raise LossError(
@@ -133,11 +138,6 @@ def as_loss(output: Any, rows: int) -> tuple[Mean, bool, Mapping[str, Mean]]:
         raise LossError(
             f"the loss is a Python {type(value).__name__}, not a tensor: it has no gradient.",
             fix=["return the tensor itself, without .item() or float()"],
-        )
-    if value.numel() != 1:
-        raise LossError(
-            f"the loss has shape {tuple(value.shape)}; it must be one number.",
-            fix=["return loss.mean(), the mean over the rows", "or Mean(total=loss.sum(), count=loss.numel())"],
         )
     if not (value.is_floating_point()):
         raise LossError(f"the loss has dtype {value.dtype}; it must be floating point.", fix=["loss.float()"])

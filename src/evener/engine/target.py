@@ -87,7 +87,7 @@ class Target:
         start = weight.to(value.dtype) if isinstance(weight, torch.Tensor) else self.constant(weight, value.dtype)
         if self.loss_scale is not None:
             start = (start * self.loss_scale.scale).to(value.dtype)
-        return start if value.ndim == 0 else start.expand(value.shape)
+        return start
 
     def factor(self, tally: Tally, sums: torch.Tensor | None, rows: int | None) -> torch.Tensor | None:
         """What reduced gradients are still to be multiplied with: P / (N * loss scale). None for exactly 1."""

@@ -150,7 +150,7 @@ _TAKEN, _NO_LOCKS = -2, -1
 
 
 def _hold(path: Path, *, make: bool = True) -> int:
-    """A descriptor that holds the lock of `path` until it is closed (by the kernel if need be), else a number below 0."""
+    """A descriptor that holds the lock of `path` until it is closed, else a number below 0."""
     if sys.platform == "win32":
         return _NO_LOCKS
     import fcntl

@@ -330,6 +330,14 @@ class Run:
             loss_fn: Gets what the run was given (one model, or all of them by name); by default the run's own.
             optimizer: Which one, where there are several: only its parameters receive gradients.
         """
+        if not isinstance(batch, Batch):
+            raise UsageError(
+                f"step() takes a batch of run.batches(), not a {type(batch).__name__}.",
+                fix=[
+                    "for batch in run.batches(epochs=10): run.step(batch, ...)",
+                    "evener.Engine takes batches of your own",
+                ],
+            )
         portion = batch.portion
         waiting = [target.flags.pending[0].number for target in self.engine.targets.values() if target.flags.pending]
         self._portions = {number: self._portions[number] for number in waiting} | {self.number: portion}
