@@ -58,9 +58,17 @@ def __getattr__(name: str) -> object:
         close = nearest(name, __all__)
         hint = f" Did you mean evener.{close}?" if close else ""
         raise AttributeError(f"module 'evener' has no attribute {name!r}.{hint}")
+    import gc
     import importlib
 
-    value = getattr(importlib.import_module(where), name)
+    # A full collection over torch's objects would take longer than the import that sets it off.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(importlib.import_module(where), name)
+    finally:
+        if collecting:
+            gc.enable()
     globals()[name] = value  # the next use costs nothing
     return value
 
