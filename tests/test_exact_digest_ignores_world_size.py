@@ -63,6 +63,13 @@ def test_digest_is_equal_at_every_world_size(ranks, optimizer, precision):
     assert len(set.union(*digests.values())) == 1, digests
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_digest_is_equal_after_many_updates(ranks, precision):
+    digests = {world: set(ranks(world)(train, "adamw", precision, True, 100)) for world in WORLDS}
+    assert len(set.union(*digests.values())) == 1, digests
+
+
 def test_fp16_with_its_scaler_is_exact_too(ranks):
     digests = {world: set(ranks(world)(train, "adamw", "fp16", True, 8)) for world in (1, 3, 4)}
     assert len(set.union(*digests.values())) == 1, digests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -119,16 +120,16 @@ cuts = st.integers(1, 40).flatmap(
 )
 
 
-@settings(
-    max_examples=20, deadline=None, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
+drawn = given(
     cut=cuts,
     world=st.sampled_from(WORLDS),
     kind=st.sampled_from(["plain", "sometimes"]),
     form=st.sampled_from(["rows", "total", "mean", "number", "penalty"]),
 )
-def test_any_cut_gives_the_reference_gradient(ranks, cut, world, kind, form):
+unbounded = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+def holds_for(ranks, cut, world, kind, form):
     rows, inner, microbatch = cut
     edges = [0, *inner[: world - 1], rows]
     if form in ("total", "mean") and weights(rows).sum() == 0:
@@ -146,6 +147,19 @@ def test_any_cut_gives_the_reference_gradient(ranks, cut, world, kind, form):
         assert count == (weights(rows).sum() if form in ("total", "mean") else rows)
         assert got_rows == rows and not skipped
         assert abs(got_norm - norm) < 1e-12 * max(1, norm)
+
+
+@settings(max_examples=20, **unbounded)
+@drawn
+def test_any_cut_gives_the_reference_gradient(ranks, cut, world, kind, form):
+    holds_for(ranks, cut, world, kind, form)
+
+
+@pytest.mark.full
+@settings(max_examples=400, **unbounded)
+@drawn
+def test_many_cuts_give_the_reference_gradient(ranks, cut, world, kind, form):
+    holds_for(ranks, cut, world, kind, form)
 
 
 def test_dp_parts_of_any_size_give_the_reference_gradient(ranks):
