@@ -88,6 +88,18 @@ def test_plateau_is_stepped_by_the_user():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+def test_a_step_left_in_the_loop_is_noticed():
+    """Otherwise the schedule runs twice as fast, and nobody says so."""
+    model = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    engine = evener.Engine(model, optimizer, row_loss, device="cpu", precision="fp32", scheduler=schedule)
+    with pytest.raises(UsageError, match=r"remove scheduler.step\(\): evener steps it once per update"):
+        for _ in range(4):
+            engine.step(mlp_rows(4))
+            schedule.step()
+
+
 def test_a_schedule_over_another_optimizer_is_refused():
     model = make("mlp")
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))

@@ -26,6 +26,7 @@ class Schedule:
         self.optimizer, self.by = optimizer, by
         self.done = 0  # updates that happened
         self.epochs = 0  # that are over
+        self.at: int | None = None  # where our last step left the schedule
         self.maker: Any = None
         self.scheduler: Any = None
         self.by_user = self.counts = False
@@ -79,12 +80,26 @@ class Schedule:
                 fix=["use evener.Run, which knows it", "or pass the schedule itself"],
             )
         if self.scheduler is not None and self.by == "update" and not self.by_user:
+            self._stepped_by_us()
             self._step(self.scheduler, self.done)
+            self.at = getattr(self.scheduler, "last_epoch", None)
 
     def after_epoch(self) -> None:
         self.epochs += 1
         if self.scheduler is not None and self.by == "epoch" and not self.by_user:
+            self._stepped_by_us()
             self._step(self.scheduler, self.epochs)
+            self.at = getattr(self.scheduler, "last_epoch", None)
+
+    def _stepped_by_us(self) -> None:
+        """A `scheduler.step()` left in the loop would advance the schedule twice as fast, without a word."""
+        at = getattr(self.scheduler, "last_epoch", None)
+        if self.at is not None and at != self.at:
+            raise UsageError(
+                f"the schedule {type(self.scheduler).__name__} was stepped by the script as well.",
+                evidence=[f"it stands at {at}; evener left it at {self.at}"],
+                fix=[f"remove scheduler.step(): evener steps it once per {self.by}"],
+            )
 
     def _step(self, scheduler: Any, done: int) -> None:
         if not self.counts:
@@ -128,6 +143,7 @@ class Schedule:
         return {"done": self.done, "epochs": self.epochs, "scheduler": _plain(inner)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = None
         self.done, self.epochs = state["done"], state["epochs"]
         if state["scheduler"] is None:
             return

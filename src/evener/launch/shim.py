@@ -18,9 +18,11 @@ destruction, which may take long or fail themselves: what counts is the time ord
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import faulthandler
+import gc
 import io
 import json
 import os
@@ -49,6 +51,7 @@ def main() -> None:
     faulthandler.enable()
     record = Record(os.path.join(job["logs"], f"rank{rank}.json"), rank)
     record.write()
+    atexit.register(let_groups_go)  # the first to be registered is the last to be called
     try:
         if module:
             run_module(target, args)
@@ -59,6 +62,23 @@ def main() -> None:
         as_if_uncaught(error)
         raise
     record.end("finished", 0)
+
+
+def let_groups_go() -> None:
+    """End gloo's threads while Python still lives.
+
+    One that drops a Python object while the interpreter goes away aborts the process, after a training that had
+    finished. The threads end with their process group, and a script's own DDP model keeps that alive: its globals are
+    released here, a moment before the interpreter would do it.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not hasattr(dist, "is_initialized"):
+        return
+    with contextlib.suppress(Exception):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    sys.modules["__main__"].__dict__.clear()
+    gc.collect()
 
 
 def die_with_the_launcher(supervisor: int) -> None:

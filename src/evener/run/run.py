@@ -203,6 +203,13 @@ class Run:
         line = self.contract_line()
         self._output.console.contract(line)
         folder.event("contract", line=line)
+        if notes and saved is None:
+            notes.append(f"this run goes to {self.path}")
+        if self.feed.order.length(0) < config.global_batch_size:
+            rows = self.feed.order.length(0)
+            notes.append(
+                f"an epoch has {rows} rows, less than the global batch of {config.global_batch_size}: one update"
+            )
         for note in (*notes, *source_notes, *self.engine.notes):
             say(f"  {note}")
             folder.event("warning", text=note)
@@ -471,7 +478,7 @@ class Run:
         reason = reasons[0] if reasons else "a stop was asked for"
         self._save(self.number)
         self._out.folder.event("stop", update=self.number - 1, reason=reason)
-        self._out.console.say(f"stopped after update {self.number - 1} ({reason}); start it again to continue")
+        self._out.console.say(f"stopped after {self.number} updates ({reason}); start it again to continue")
         raise Stopped(reason)
 
     def _prepared(self, batch: Any, number: int) -> Any:
