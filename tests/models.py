@@ -75,10 +75,15 @@ def token_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> ev
     return evener.Mean(total=total, count=(labels != -100).sum())
 
 
-def make(kind: str = "everything", seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model with the same initial values in every process, whatever was drawn before."""
+def seeded(build, seed: int = 0):
+    """What `build()` makes, with the same initial values in every process, whatever was drawn before."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
-    model: nn.Module = Everything() if kind == "everything" else MLP()
+    model = build()
     torch.set_rng_state(state)
+    return model
+
+
+def make(kind: str = "everything", seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model: nn.Module = seeded(Everything if kind == "everything" else MLP, seed)
     return model.to(dtype)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import evener
 from evener.engine.cut import Cut
 from evener.engine.step import apply, backward, unscale
-from tests.models import mlp_rows
+from tests.models import mlp_rows, seeded
 
 ROWS, SLICE = 22, 5
 
@@ -36,21 +36,13 @@ class Normed(nn.Module):
         return self.b(F.relu(h))
 
 
-def model_of():
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(0)
-    model = Normed()
-    torch.set_rng_state(state)
-    return model
-
-
 def row_mean(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def reference(rows):
     """One update by hand: slices of SLICE rows, each from the initial buffers, weighted by their rows."""
-    model = model_of()
+    model = seeded(Normed)
     x, y = mlp_rows(rows)
     initial = {k: v.clone() for k, v in model.named_buffers()}
     mean = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in initial.items()}
@@ -67,7 +59,7 @@ def reference(rows):
 
 
 def one_update(exact):
-    model = model_of()
+    model = seeded(Normed)
     engine = evener.Engine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), row_mean, device="cpu", precision="fp32",
         slice_size=SLICE, exact=exact,
@@ -103,7 +95,7 @@ def test_one_slice_at_a_time_on_any_world_size(ranks, exact):
 
 
 def skipped_update():
-    model = model_of()
+    model = seeded(Normed)
     engine = evener.Engine(
         model, torch.optim.AdamW(model.parameters(), lr=0.1), row_mean, device="cpu", precision="fp32",
         slice_size=SLICE, report=lambda *event: None,
@@ -131,7 +123,7 @@ def test_a_skipped_update_leaves_no_nan_in_running_statistics(ranks):
 
 
 def test_frozen_batchnorm_keeps_its_statistics_even_after_train():
-    model = model_of()
+    model = seeded(Normed)
     engine = evener.Engine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), row_mean, device="cpu", precision="fp32",
         batchnorm="frozen",
@@ -144,7 +136,7 @@ def test_frozen_batchnorm_keeps_its_statistics_even_after_train():
 
 
 def late_change():
-    model = model_of()
+    model = seeded(Normed)
     model.bn = nn.Identity()
     model.eval()
     engine = evener.Engine(

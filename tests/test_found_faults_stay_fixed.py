@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import evener
 from evener.errors import ModelError, UsageError
+from tests.models import seeded
 
 ROWS, BATCH = 45, 15
 
@@ -22,14 +23,6 @@ def columns(seed: int = 0):
     """Five float columns: a row of 20 bytes, so that slices start at addresses that are no multiple of 16."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(ROWS, 5, generator=generator), torch.randint(3, (ROWS,), generator=generator)
-
-
-def seeded(build):
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(0)
-    model = build()
-    torch.set_rng_state(state)
-    return model
 
 
 def row_mean(model, batch):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import evener
 from tests.conftest import SEED
-from tests.models import MLP, make, mlp_rows
+from tests.models import MLP, make, mlp_rows, seeded
 
 WORLDS = (1, 2, 3, 4)
 
@@ -28,11 +28,7 @@ class Penalised(MLP):
 
 
 def build(kind: str) -> nn.Module:
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(1)
-    model: nn.Module = Penalised() if kind == "sometimes" else MLP()
-    torch.set_rng_state(state)
-    return model.double()
+    return seeded(Penalised if kind == "sometimes" else MLP, 1).double()
 
 
 def weights(rows: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from evener.config import Config
 from evener.engine import Engine
-from evener.errors import UsageError, one_of
+from evener.errors import UsageError
 
 FINISHED = "finished"  # a file in the run directory: the loop came to its end and the run was closed
 
@@ -122,10 +122,6 @@ def siblings(wanted: Path) -> list[Path]:
             found.append(path)
         number += 1
     return found[::-1]
-
-
-def check_resume(resume: str) -> str:
-    return one_of("resume", resume, ["auto", "must", "never"])
 
 
 def refuse(why: str, lines: list[str]) -> UsageError:
