@@ -1,0 +1,87 @@
+"""Who a process id is: user, command, age, parent; read from /proc (`root` is another / in tests).
+
+A driver knows no process namespaces and always gives the host's ids. Inside a container such an id may be nobody, or
+somebody else; where that can be told it is, and otherwise the process stays unnamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+
+HOST_PID_NAMESPACE = "pid:[4026531836]"  # a constant of the kernel: the first namespace's inode
+
+
+@dataclass(frozen=True)
+class Who:
+    user: str
+    command: str
+    age_seconds: float
+    parent: int
+    start_ticks: int  # with the pid, names this process and not a later one of the same number
+
+
+def who(pid: int, root: str = "/") -> Who | None:
+    """The live process of that number, or None: gone, a zombie (it holds nothing any more), or not to be seen."""
+    folder = os.path.join(root, "proc", str(pid))
+    try:
+        with open(os.path.join(folder, "stat"), encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        with open(os.path.join(folder, "status"), encoding="utf-8", errors="replace") as file:
+            uid = int(next(line for line in file if line.startswith("Uid:")).split()[1])
+        with open(os.path.join(folder, "cmdline"), encoding="utf-8", errors="replace") as file:
+            words = [word for word in file.read().split("\0") if word]
+        with open(os.path.join(root, "proc", "uptime"), encoding="utf-8") as file:
+            uptime = float(file.read().split()[0])
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    if not fields or fields[0] in "ZX":
+        return None
+    start = int(fields[19])
+    return Who(
+        user_name(uid), " ".join(words), max(0.0, uptime - start / os.sysconf("SC_CLK_TCK")), int(fields[1]), start
+    )
+
+
+def user_name(uid: int) -> str:
+    with contextlib.suppress(ImportError, KeyError):
+        import pwd
+
+        return pwd.getpwuid(uid).pw_name
+    return str(uid)
+
+
+def is_alive(pid: int, start_ticks: int | None, root: str = "/") -> bool:
+    """Whether that very process lives: the number may have been given to another one since."""
+    found = who(pid, root)
+    return found is not None and start_ticks in (None, found.start_ticks)
+
+
+def holds_gpu(pid: int, root: str = "/") -> bool | None:
+    """Whether the process has a device file of NVIDIA's open; None when its files cannot be read."""
+    folder = os.path.join(root, "proc", str(pid), "fd")
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return None
+    for name in names:
+        with contextlib.suppress(OSError):
+            if os.readlink(os.path.join(folder, name)).startswith("/dev/nvidia"):
+                return True
+    return False
+
+
+def may_be_foreign(root: str = "/") -> bool:
+    """Whether ids from the driver may mean other processes than ours: inside a container with its own numbers."""
+    try:
+        return os.readlink(os.path.join(root, "proc/self/ns/pid")) != HOST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def when(unix: float) -> str:
+    """A moment as people say it: the time of today, else the date too."""
+    then, now = time.localtime(unix), time.localtime()
+    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)
