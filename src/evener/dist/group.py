@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import datetime
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from evener.dist.info import Place, here
+from evener.ending import let_groups_go
 from evener.errors import CollectiveError, LaunchError
 
 
@@ -48,6 +48,8 @@ class Group:
             if place.world_size > 1:
                 self._make(place, store_dir)
         self.place: Place = here()
+        if self.place.world_size > 1:
+            atexit.register(let_groups_go, destroy=not self.adopted)
 
     @property
     def rank(self) -> int:
@@ -81,9 +83,6 @@ class Group:
             dist.init_process_group(
                 backend, init_method="env://", rank=place.rank, world_size=place.world_size, timeout=timeout
             )
-        # gloo's threads must be gone before the interpreter is: one that still drops a Python object while Python ends
-        # aborts the process after a finished training.
-        atexit.register(_destroy)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -122,9 +121,3 @@ class Group:
                 cause, evidence=evidence, fix=[f"call {name} outside of any `if rank == 0:`, on all ranks alike"]
             ) from error
 
-
-def _destroy() -> None:
-    if dist.is_initialized():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dist.destroy_process_group()

@@ -22,7 +22,6 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
-import gc
 import io
 import json
 import os
@@ -51,7 +50,8 @@ def main() -> None:
     faulthandler.enable()
     record = Record(os.path.join(job["logs"], f"rank{rank}.json"), rank)
     record.write()
-    atexit.register(let_groups_go)  # the first to be registered is the last to be called
+    room = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # Python takes __file__ away before atexit
+    atexit.register(let_go, room)  # the first to be registered is the last to be called
     try:
         if module:
             run_module(target, args)
@@ -64,21 +64,12 @@ def main() -> None:
     record.end("finished", 0)
 
 
-def let_groups_go() -> None:
-    """End gloo's threads while Python still lives.
-
-    One that drops a Python object while the interpreter goes away aborts the process, after a training that had
-    finished. The threads end with their process group, and a script's own DDP model keeps that alive: its globals are
-    released here, a moment before the interpreter would do it.
-    """
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not hasattr(dist, "is_initialized"):
-        return
-    with contextlib.suppress(Exception):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    sys.modules["__main__"].__dict__.clear()
-    gc.collect()
+def let_go(room: str) -> None:
+    """The script's own DDP model keeps its process group alive: globals are released a moment before Python does it."""
+    if "torch.distributed" in sys.modules:
+        let_groups_go = runpy.run_path(os.path.join(room, "ending.py"))["let_groups_go"]
+        sys.modules["__main__"].__dict__.clear()
+        let_groups_go(destroy=True)
 
 
 def die_with_the_launcher(supervisor: int) -> None:
