@@ -13,6 +13,8 @@
     ├── CheckpointError     1     a checkpoint or weights that cannot be written, are torn, foreign, or do not fit
     ├── CollectiveError     1     ranks disagree: shapes, calls, a missing rank
     ├── LaunchError         1     processes that could not be started or ended badly
+    ├── ShortageError       3     not enough idle GPUs now, or none here at all
+    ├── DriverError         4     the GPU driver is broken or does not answer
     └── NonFiniteError     66     `on_nonfinite="stop"`: too many updates in a row were not finite
 
 The room of this module is the bottom: it imports nothing but the standard library.
@@ -29,6 +31,8 @@ from types import TracebackType
 EXIT_USAGE = 2
 EXIT_STOPPED = 75  # "try again later": what requeueing schedulers look for
 EXIT_NONFINITE = 66
+EXIT_SHORTAGE = 3
+EXIT_DRIVER = 4
 
 
 class EvenerError(Exception):
@@ -121,6 +125,18 @@ class CollectiveError(EvenerError):
 
 class LaunchError(EvenerError):
     """Processes that could not be started, or that ended badly."""
+
+
+class ShortageError(EvenerError):
+    """Not enough idle GPUs now, or none on this machine."""
+
+    exit_code = EXIT_SHORTAGE
+
+
+class DriverError(EvenerError):
+    """The GPU driver is broken, differs from its library, or does not answer."""
+
+    exit_code = EXIT_DRIVER
 
 
 class NonFiniteError(EvenerError):

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -129,7 +130,16 @@ def describe(process: Process) -> str:
     else:
         who = f"{process.user}, pid {process.pid}"
     memory = "" if process.memory_bytes is None else f", {size(process.memory_bytes)}"
-    return f"{who}{memory}{f': {process.command}' if process.command else ''}"
+    age = "" if process.age_seconds is None else f", for {duration(process.age_seconds)}"
+    orphan = ", an orphan" if process.orphan else ""
+    return f"{who}{memory}{age}{orphan}{f': {process.command}' if process.command else ''}"
+
+
+def duration(seconds: float) -> str:
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 def size(count: int) -> str:
@@ -141,6 +151,9 @@ def size(count: int) -> str:
 
 
 def _probe(source: str, root: str) -> Snapshot:
+    if sys.platform == "darwin":
+        cause = "No NVIDIA GPU: this is a Mac. torch uses Apple's GPU as device mps, with one process."
+        return Snapshot(trouble=Trouble("no-gpu", cause, False, ("its memory is the machine's own",)))
     if source == "nvidia-smi":
         return smi.read() if smi.there() else Snapshot(trouble=_no_tool())
     try:

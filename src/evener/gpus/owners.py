@@ -73,6 +73,45 @@ def holds_gpu(pid: int, root: str = "/") -> bool | None:
     return False
 
 
+@dataclass(frozen=True)
+class DeviceHolder:
+    """A process that keeps GPU device files open, whether the driver lists it or not."""
+
+    pid: int
+    user: str
+    command: str
+    age_seconds: float
+    orphan: bool
+    devices: tuple[str, ...]
+
+
+def device_holders(root: str = "/") -> tuple[list[DeviceHolder], int]:
+    """All of them, and how many processes could not be looked into (other users': root can)."""
+    found, hidden = [], 0
+    for name in os.listdir(os.path.join(root, "proc")):
+        if not name.isdecimal():
+            continue
+        folder = os.path.join(root, "proc", name, "fd")
+        devices = set()
+        try:
+            for descriptor in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    target = os.readlink(os.path.join(folder, descriptor))
+                    if target.startswith("/dev/nvidia"):
+                        devices.add(target)
+        except PermissionError:
+            hidden += 1
+        except OSError:  # it has ended meanwhile
+            continue
+        one = who(int(name), root) if devices else None
+        if one is not None:
+            orphan = one.parent == 1
+            found.append(
+                DeviceHolder(int(name), one.user, one.command, one.age_seconds, orphan, tuple(sorted(devices)))
+            )
+    return sorted(found, key=lambda one: one.pid), hidden
+
+
 def may_be_foreign(root: str = "/") -> bool:
     """Whether ids from the driver may mean other processes than ours: inside a container with its own numbers."""
     try:

@@ -1,0 +1,337 @@
+"""Leases: a claim on a GPU that lives exactly as long as a process does.
+
+One file per UUID in a folder that all users share. The lock on it (`flock`) is the claim; the kernel drops it when the
+last process that has the descriptor is gone, whatever killed it. Rules, each against a fault that was seen:
+
+- A file is opened read-only first and only then made: another user's file in a sticky folder may not be opened for
+  writing, and need not be.
+- After locking, the file must still be the one at its path: a cleaner that unlinks a held file would allow a second
+  grant on a new one. While held, the folder is locked too (shared): systemd-tmpfiles leaves locked folders alone.
+- Files are never deleted. What a holder says about itself is in a file of its own, and only for people to read.
+- One more lock, `picker.lock`, is held while somebody looks at the GPUs and takes all it needs or nothing.
+- Whoever waits has a numbered ticket, locked as long as it lives: first come, first served, several GPUs included.
+
+A lease binds those who ask for one. Everybody else is seen by what they do on the GPU, so a picker looks at both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from evener.errors import LaunchError, UsageError
+from evener.gpus import owners
+from evener.gpus.values import Holder
+
+SETTING = "/etc/evener.toml"  # [gpus] lock_folder = "...": an administrator's word, the same for everybody
+# Locks of one machine must not be asked of a file server, and locks of a file server may not reach other machines.
+NETWORK = ("nfs", "cifs", "smb", "9p", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse", "glusterfs", "pvfs")
+PICKER_SECONDS = 60.0  # looking at eight GPUs takes well under a second; a lost one can make the driver slow
+
+
+@dataclass
+class Lease:
+    """Held GPUs (by UUID). `close` gives them back; so does the end of every process that has `descriptors`."""
+
+    uuids: tuple[str, ...]
+    descriptors: tuple[int, ...]  # one per GPU, then the folder's
+    notes: tuple[str, ...]  # paths of what the holder says about itself
+
+    def close(self) -> None:
+        for path in self.notes:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        for descriptor in self.descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self.descriptors = self.notes = ()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass
+class Ticket:
+    """A place in the queue. Closing it leaves the queue."""
+
+    number: int
+    path: str
+    descriptor: int
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        os.close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder of the locks. Nothing is made before somebody takes a lease."""
+
+    path: str
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def holder(self, uuid: str) -> Holder | None:
+        """Who holds this GPU, or None. Waits for a picker at work, so that looking never makes one fail."""
+        with self.serial(seconds=2.0, must=False):
+            return self.holder_now(uuid)
+
+    def holder_now(self, uuid: str) -> Holder | None:
+        """The same, inside `serial`."""
+        try:
+            descriptor = os.open(self._file(uuid), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            if _try_lock(descriptor, shared=True):
+                return None
+        finally:
+            os.close(descriptor)
+        return self._note(uuid) or Holder()
+
+    def _note(self, uuid: str) -> Holder | None:
+        """What the live holder wrote about itself; notes of the dead are passed over."""
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(self.path)):
+                if not (name.startswith(f"{uuid}.") and name.endswith(".json")):
+                    continue
+                with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                    path = os.path.join(self.path, name)
+                    with open(path, encoding="utf-8") as file:
+                        values = json.loads(file.read(65536))
+                    # In another container the process is not to be seen, and its note is all there is.
+                    if values["host"] == socket.gethostname() and not owners.is_alive(values["pid"], values["start"]):
+                        continue
+                    user = owners.user_name(os.stat(path).st_uid)
+                    return Holder(values["pid"], user, values["command"], values["since"], values["host"])
+        return None
+
+    def queue(self) -> list[tuple[int, str]]:
+        """Those who wait, first first: (number of the ticket, who and for what). Inside `serial`."""
+        found = []
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.path):
+                if re.fullmatch(r"ticket\.[0-9]{1,18}", name) and self._is_waiting(name):
+                    with contextlib.suppress(OSError), open(os.path.join(self.path, name), encoding="utf-8") as file:
+                        found.append((int(name[7:]), file.read(500)))
+        return sorted(found)
+
+    def _is_waiting(self, name: str) -> bool:
+        try:
+            descriptor = os.open(os.path.join(self.path, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            return not _try_lock(descriptor, shared=True)
+        finally:
+            os.close(descriptor)
+
+    # --- taking -------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Makes the folder, for all users; refuses one that cannot keep the promise."""
+        problem = None
+        try:
+            if not os.path.isdir(self.path):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self.path)
+                    os.chmod(self.path, 0o1777)  # whatever the umask
+            for _ in range(50):  # somebody may have made it a moment ago and not opened it for others yet
+                if os.access(self.path, os.W_OK | os.X_OK):
+                    break
+                time.sleep(0.01)
+            found = os.lstat(self.path)
+            if not stat.S_ISDIR(found.st_mode):
+                problem = "it is no folder"
+            elif found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
+                problem = "everybody may delete everybody's locks in it (no sticky bit)"
+            elif not os.access(self.path, os.W_OK | os.X_OK):
+                problem = f"you may not write there (mode {stat.S_IMODE(found.st_mode):o})"
+            elif (kind := file_system(self.path)).startswith(NETWORK):
+                problem = f"it is on a network file system ({kind}), whose locks do not hold"
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            fix = [f"as root: mkdir -p -m 1777 {self.path}", f"another folder for all users: {SETTING}: [gpus]"]
+            fix.append('lock_folder = "/var/lock/evener"')
+            raise LaunchError(f"The folder of GPU leases, {self.path}, cannot be used: {problem}.", fix=fix)
+
+    @contextlib.contextmanager
+    def serial(self, seconds: float = PICKER_SECONDS, must: bool = True) -> Iterator[None]:
+        """One at a time, on this machine: whoever looks and takes. Raises LaunchError after `seconds` if it `must`."""
+        until = time.monotonic() + seconds
+        descriptor = None
+        while must or os.path.exists(self._path("picker.lock")):  # else nobody has ever picked here
+            descriptor = self._acquire("picker.lock", shared=not must)
+            if descriptor is not None or (not must and time.monotonic() > until):
+                break
+            if time.monotonic() > until:
+                raise LaunchError(
+                    f"Another process has been choosing GPUs for {seconds:.0f} s.",
+                    evidence=[f"it holds {self._path('picker.lock')}"],
+                    fix=[f"fuser -v {self._path('picker.lock')} names it; a GPU whose driver hangs can be why"],
+                )
+            time.sleep(0.005)
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def take(self, uuids: Sequence[str], command: str) -> Lease | None:
+        """All of these GPUs, or None when somebody has one of them. Call it inside `serial`."""
+        taken: list[int] = []
+        notes: list[str] = []
+        try:
+            for uuid in uuids:
+                descriptor = self._acquire(self._name(uuid))
+                if descriptor is None:
+                    break
+                taken.append(descriptor)
+            else:
+                folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                taken.append(folder)
+                _try_lock(folder, shared=True)
+                notes = [self._write_note(uuid, command) for uuid in uuids]
+                lease = Lease(tuple(uuids), tuple(taken), tuple(notes))
+                taken = []
+                return lease
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+        return None
+
+    def line_up(self, what: str) -> Ticket:
+        """The next place in the queue. Call it inside `serial`."""
+        numbers = [int(name[7:]) for name in os.listdir(self.path) if re.fullmatch(r"ticket\.[0-9]{1,18}", name)]
+        for number in numbers:  # tidy up after those who died waiting (of this user: others' may not be deleted)
+            if not self._is_waiting(f"ticket.{number}"):
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path(f"ticket.{number}"))
+        path = self._path(f"ticket.{max(numbers, default=0) + 1}")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        os.fchmod(descriptor, 0o644)
+        _try_lock(descriptor)
+        os.write(descriptor, what.encode()[:500])
+        return Ticket(int(path.rpartition(".")[2]), path, descriptor)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def _name(self, uuid: str) -> str:
+        return f"{uuid.replace('/', '_')}.lock"
+
+    def _file(self, uuid: str) -> str:
+        return self._path(self._name(uuid))
+
+    def _open(self, name: str) -> int:
+        """A descriptor of the file that is at that path now, made if it is not there."""
+        path = self._path(name)
+        for _ in range(200):
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                pass
+            except PermissionError:  # made a moment ago under a strict umask, and not opened for others yet
+                time.sleep(0.005)
+                continue
+            with contextlib.suppress(FileExistsError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                os.fchmod(descriptor, 0o644)
+                return descriptor
+        raise LaunchError(f"{path} cannot be opened.", fix=[f"ls -l {path}: it should be readable for all users"])
+
+    def _acquire(self, name: str, shared: bool = False) -> int | None:
+        """A descriptor with the lock, on the file that its path still names; None when somebody else has it."""
+        while True:
+            descriptor = self._open(name)
+            if not _try_lock(descriptor, shared):
+                os.close(descriptor)
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                if os.fstat(descriptor).st_ino == os.stat(self._path(name)).st_ino:
+                    return descriptor
+            os.close(descriptor)  # a cleaner unlinked the file between the two calls
+
+    def _write_note(self, uuid: str, command: str) -> str:
+        path = self._path(f"{uuid.replace('/', '_')}.{os.getpid()}.json")
+        me = owners.who(os.getpid())
+        values: dict[str, object] = {
+            "pid": os.getpid(),
+            "start": me.start_ticks if me else None,
+            "host": socket.gethostname(),
+        }
+        values |= {"command": command[:500], "since": time.time()}
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # of an earlier process with this number
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, 0o644)
+            json.dump(values, file)
+        return path
+
+
+def _try_lock(descriptor: int, shared: bool = False) -> bool:
+    """Whether the lock was got."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def file_system(path: str) -> str:
+    """The type of the file system that a path is on ("ext4", "tmpfs", "nfs4"); "" when it cannot be told."""
+    import psutil  # type: ignore[import-untyped]
+
+    real = os.path.realpath(path)
+    best = max(
+        (
+            part
+            for part in psutil.disk_partitions(all=True)
+            if os.path.commonpath([part.mountpoint, real]) == part.mountpoint
+        ),
+        key=lambda part: len(part.mountpoint),
+        default=None,
+    )
+    return str(best.fstype) if best else ""
+
+
+def default_path(setting: str = SETTING) -> str:
+    """The folder that every user of this machine computes alike: nothing in it depends on who asks."""
+    if os.path.exists(setting):
+        import tomllib
+
+        try:
+            with open(setting, "rb") as file:
+                path = tomllib.load(file).get("gpus", {}).get("lock_folder")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"{setting} cannot be read: {error}.", fix=['[gpus]\\n lock_folder = "/var/lock/evener"']
+            ) from None
+        if path is not None:
+            if not isinstance(path, str) or not os.path.isabs(path):
+                raise UsageError(f"{setting}: lock_folder = {path!r} is no absolute path.")
+            return path
+    with contextlib.suppress(OSError):
+        if os.stat("/run/lock").st_mode & 0o1777 == 0o1777:
+            return "/run/lock/evener"
+    return "/tmp/evener-locks"

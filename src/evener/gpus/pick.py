@@ -1,0 +1,427 @@
+"""Picking: which GPUs a wish gets, and taking them under a lease while nobody else can.
+
+`choose` is a function of values and decides; `pick` looks, chooses, takes and looks again, one picker at a time. What
+makes a set of GPUs better, in this order: one kind, the best connected, the least memory in use, the highest indices
+(GPU 0 is where people try things out).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from evener.errors import DriverError, ShortageError, UsageError
+from evener.gpus import look, owners, visible
+from evener.gpus.leases import Folder, Lease, default_path
+from evener.gpus.nvml import PATHS
+from evener.gpus.values import Gpu, MigDevice, Snapshot
+
+POLL_SECONDS = 1.0
+MOST_SETS = 20_000  # compared one by one; beyond, sets are grown greedily
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody wants.
+
+    Attributes:
+        count: How many; None is "auto": all idle ones of one kind.
+        words: These and no others: indices as nvidia-smi shows them, UUIDs or beginnings of UUIDs.
+        share: Also GPUs that other processes use (never one under another's lease).
+        wait_seconds: How long to wait for them; None does not wait, infinity waits.
+    """
+
+    count: int | None = None
+    words: tuple[str, ...] = ()
+    min_free_bytes: int = 0
+    model: str | None = None
+    share: bool = False
+    wait_seconds: float | None = None
+
+    def __str__(self) -> str:
+        what = ",".join(self.words) if self.words else "all idle GPUs" if self.count is None else plural(self.count)
+        model = f" {self.model}" if self.model else ""
+        return f"{what}{model}{f' with {look.size(self.min_free_bytes)} free' if self.min_free_bytes else ''}"
+
+
+@dataclass(frozen=True)
+class Universe:
+    """The GPUs that may be picked at all: those left visible, or those that a scheduler granted."""
+
+    snapshot: Snapshot
+    uuids: frozenset[str]
+    why: str = ""  # why it is not the whole machine
+    scheduler: str | None = None  # then its grant is the claim, and evener takes no lease
+
+
+@dataclass(frozen=True)
+class Picked:
+    """GPUs that are yours (while `lease` is open), in the order of their indices."""
+
+    gpus: tuple[Gpu | MigDevice, ...]
+    lease: Lease | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        return tuple(gpu.uuid for gpu in self.gpus if gpu.uuid)
+
+
+def plural(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def parse(text: str) -> Wish:
+    """`auto`, a count, or words with commas: `2`, `0,3`, `3,` (GPU 3 alone), `GPU-8f2e,GPU-1c`."""
+    fix = ["--gpus auto, --gpus 2 (how many), --gpus 0,3 (which), --gpus 3, (GPU 3 alone), --gpus GPU-8f2e..."]
+    text = text.strip()
+    if text == "auto":
+        return Wish()
+    if re.fullmatch(r"[0-9]+", text):
+        if int(text) == 0:
+            raise UsageError("--gpus 0 asks for no GPU.", fix=["--gpus 0, is GPU 0 alone; --cpu runs on the CPU", *fix])
+        return Wish(count=int(text))
+    words = tuple(word.strip() for word in text.removesuffix(",").split(","))
+    for word in words:
+        if not re.fullmatch(r"[0-9]+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-zA-Z/-]+", word):
+            raise UsageError(f"--gpus {text}: {word!r} is no index and no UUID.", fix=fix)
+    if len(set(words)) < len(words):
+        raise UsageError(f"--gpus {text} names a GPU twice.", fix=fix)
+    return Wish(words=words)
+
+
+def parse_size(text: str, option: str) -> int:
+    """`20GB` (10^9), `20GiB` or `20G` (2^30), `500MB`, ... in bytes."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
+    if not match or not match[2]:
+        raise UsageError(
+            f"{option} {text} is no amount of memory.", fix=[f"{option} 20GB (10^9 bytes) or 20GiB (2^30)"]
+        )
+    base = 1000 if match[4] and not match[3] else 1024
+    return int(float(match[1]) * base ** (" KMGT".index(match[2].upper())))
+
+
+def parse_seconds(text: str, option: str) -> float:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(s|sec|min|m|h)?", text.strip())
+    if not match:
+        raise UsageError(f"{option}={text} is no time.", fix=[f"{option}=90 (seconds), {option}=10min, {option}=2h"])
+    return float(match[1]) * {"m": 60, "min": 60, "h": 3600}.get(match[2] or "s", 1)
+
+
+# --- deciding ---------------------------------------------------------------------------------------------------------
+
+
+def universe(snapshot: Snapshot, environ: Mapping[str, str]) -> Universe:
+    """What may be picked. Raises UsageError where CUDA_VISIBLE_DEVICES cannot be understood from outside."""
+    scheduler = None
+    if environ.get("SLURM_JOB_ID"):
+        scheduler = f"Slurm job {environ['SLURM_JOB_ID']}"
+    elif environ.get("KUBERNETES_SERVICE_HOST"):
+        scheduler = "Kubernetes"
+    seen = visible.read(environ, snapshot.gpus)
+    if seen.value is None:
+        every = {gpu.uuid for gpu in snapshot.gpus} | {part.uuid for gpu in snapshot.gpus for part in gpu.mig}
+        why = f"granted by {scheduler}" if scheduler else ""
+        return Universe(snapshot, frozenset(uuid for uuid in every if uuid), why, scheduler)
+    if None in seen.slots:
+        raise UsageError(
+            f"{visible.VARIABLE}={seen.value}: which GPUs these are is not known.",
+            evidence=seen.because,
+            fix=[f"{visible.ORDER}=PCI_BUS_ID makes an index what nvidia-smi shows", "or put UUIDs there: evener gpus"],
+        )
+    return Universe(
+        snapshot, frozenset(uuid for uuid in seen.slots if uuid), "; ".join(seen.lines(snapshot.gpus)), scheduler
+    )
+
+
+def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
+    """The best set that fulfils the wish now, or why there is none. A function of its arguments."""
+    snapshot = world.snapshot
+    if wish.words:
+        return _choose_named(wish, world)
+    reasons: dict[int, str] = {}
+    kinds: dict[tuple[str | None, int | None], list[Gpu]] = {}
+    for gpu in snapshot.gpus:
+        why = _unfit(gpu, wish, world)
+        if why is None:
+            kinds.setdefault((gpu.name, gpu.memory_total_bytes), []).append(gpu)
+        else:
+            reasons[gpu.index] = why
+
+    def strength(kind: list[Gpu]) -> tuple[float, int]:
+        return float(kind[0].compute_capability or 0), kind[0].memory_total_bytes or 0
+
+    enough = [kind for kind in kinds.values() if len(kind) >= (wish.count or 1)]
+    if not enough:
+        lines = [f"GPU {index}: {why}" for index, why in reasons.items()]
+        if len(kinds) > 1:
+            counts = ", ".join(f"{len(kind)} {kind[0].name}" for kind in kinds.values())
+            lines.insert(0, f"they would have to be of one kind; free are {counts}")
+        free = sum(len(kind) for kind in kinds.values())
+        cause = f"{wish} wanted, {free} of {plural(len(snapshot.gpus))} fit now."
+        if not snapshot.gpus:
+            cause = f"{wish} wanted, and there is none."
+        return _shortage(cause, wish, world, lines)
+    if wish.count is None:
+        best = max(enough, key=lambda kind: (len(kind), strength(kind)))
+        chosen: Sequence[Gpu] = best
+    else:
+        best = max(enough, key=strength)
+        chosen = best_set(best, wish.count, snapshot)
+    notes = []
+    if wish.count is None:
+        others = [gpu for gpu in snapshot.gpus if gpu not in best and (gpu.uuid in world.uuids or not gpu.uuid)]
+        notes = [f"GPU {gpu.index} left out: {reasons.get(gpu.index, f'another kind ({gpu.name})')}" for gpu in others]
+    notes += [f"GPU {gpu.index} is shared: {gpu.busy_because[0]}" for gpu in chosen if gpu.busy_because]
+    return Picked(tuple(sorted(chosen, key=lambda gpu: gpu.index)), None, tuple(notes))
+
+
+def _choose_named(wish: Wish, world: Universe) -> Picked | ShortageError:
+    chosen: list[Gpu | MigDevice] = []
+    lines = []
+    for word in wish.words:
+        gpu = _named(word, world)
+        if gpu in chosen:
+            raise UsageError(f"--gpus {','.join(wish.words)} names {gpu.uuid} twice.")
+        chosen.append(gpu)
+        why = _unfit(gpu, wish, world)
+        if why is not None:
+            lines.append(f"{word}: {why}")
+    if lines:
+        return _shortage(f"{wish} cannot be taken now.", wish, world, lines)
+    notes = [f"{gpu.uuid} is shared: {gpu.busy_because[0]}" for gpu in chosen if gpu.busy_because]
+    if len({gpu.name for gpu in chosen}) > 1:
+        notes.append(f"these GPUs differ ({', '.join(str(gpu.name) for gpu in chosen)}): the slowest sets the pace")
+    return Picked(tuple(chosen), None, tuple(notes))
+
+
+def _named(word: str, world: Universe) -> Gpu | MigDevice:
+    everything: list[Gpu | MigDevice] = [
+        *world.snapshot.gpus,
+        *(part for gpu in world.snapshot.gpus for part in gpu.mig),
+    ]
+    found: list[Gpu | MigDevice]
+    if word.isdecimal():
+        found = [gpu for gpu in everything if isinstance(gpu, Gpu) and gpu.index == int(word)]
+    else:
+        found = [gpu for gpu in everything if gpu.uuid and gpu.uuid.lower().startswith(word.lower())]
+    if len(found) != 1:
+        there = [f"GPU {gpu.index}: {gpu.uuid or gpu.error} {gpu.name or ''}".rstrip() for gpu in world.snapshot.gpus]
+        what = f"means {len(found)} GPUs" if found else "is no GPU of this machine"
+        raise UsageError(f"--gpus: {word} {what}.", evidence=there, fix=["`evener gpus` lists them"])
+    if found[0].uuid and found[0].uuid not in world.uuids:
+        raise UsageError(
+            f"--gpus: {word} is not among the GPUs that this process may use.",
+            evidence=[world.why],
+            fix=[f"unset {visible.VARIABLE}, or add it there" if not world.scheduler else "ask the scheduler for it"],
+        )
+    return found[0]
+
+
+def _unfit(gpu: Gpu | MigDevice, wish: Wish, world: Universe) -> str | None:
+    """Why this one will not do, or None."""
+    if isinstance(gpu, Gpu) and gpu.error:
+        return gpu.error
+    if gpu.uuid is None:
+        return "its UUID cannot be read"
+    if gpu.uuid not in world.uuids:
+        return f"not visible here ({world.why})"
+    if isinstance(gpu, Gpu) and (gpu.mig_enabled or gpu.health.compute_mode == "prohibited"):
+        return gpu.busy_because[-1] if gpu.busy_because else "MIG is on"
+    if wish.model and wish.model.lower() not in (gpu.name or "").lower():
+        return f"it is a {gpu.name or 'GPU without a name'}"
+    if wish.min_free_bytes and (gpu.memory_free_bytes or 0) < wish.min_free_bytes:
+        return f"{look.size(gpu.memory_free_bytes or 0)} free"
+    if world.scheduler:  # what runs on granted GPUs is ours or the scheduler's business
+        return None
+    if wish.share:
+        return f"lease of {gpu.lease}" if gpu.lease else None
+    return None if gpu.idle else "; ".join(gpu.busy_because) or "not known to be idle"
+
+
+def _shortage(cause: str, wish: Wish, world: Universe, lines: list[str]) -> ShortageError:
+    fix = []
+    if any(gpu.uuid in world.uuids for gpu in world.snapshot.gpus):
+        fix = ["`evener run --wait` waits for them, first come first served; --wait=10min for so long"]
+        if not wish.share and not world.scheduler:
+            fix.append("`evener run --share` takes GPUs that others use (their memory, their speed)")
+    return ShortageError(cause, evidence=lines, fix=[*fix, "evener gpus shows who has which"])
+
+
+PATH_QUALITY = {path: 10 * (5 - i) for i, path in enumerate(PATHS.values())}
+
+
+def best_set(gpus: Sequence[Gpu], count: int, snapshot: Snapshot) -> tuple[Gpu, ...]:
+    """The best connected `count` of these: first by the worst pair, then by all pairs."""
+    quality = {}
+    for link in snapshot.links:
+        value = 60 + link.nvlinks if link.nvlinks else PATH_QUALITY.get(link.path or "", 0)
+        quality[link.a, link.b] = quality[link.b, link.a] = value if link.p2p in (None, "ok") else value / 4 - 1
+
+    def score(chosen: Sequence[Gpu]) -> tuple[float, ...]:
+        pairs = [quality.get((a.index, b.index), 0) for a, b in itertools.combinations(chosen, 2)]
+        used = sum(gpu.memory_used_bytes or 0 for gpu in chosen)
+        busy = sum(not gpu.idle for gpu in chosen)
+        return -busy, min(pairs, default=0), sum(pairs), -used, sum(gpu.index for gpu in chosen)
+
+    sets = 1
+    for i in range(count):
+        sets = sets * (len(gpus) - i) // (i + 1)
+    if sets <= MOST_SETS:
+        return max(itertools.combinations(gpus, count), key=score)
+
+    def grown(first: Gpu) -> tuple[Gpu, ...]:
+        chosen: tuple[Gpu, ...] = (first,)
+        while len(chosen) < count:
+            chosen = max(((*chosen, gpu) for gpu in gpus if gpu not in chosen), key=score)
+        return chosen
+
+    return max((grown(gpu) for gpu in gpus), key=score)
+
+
+# --- taking -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_trouble(snapshot: Snapshot) -> None:
+    """Raises DriverError when the driver does not answer, ShortageError when there is no GPU at all."""
+    trouble = snapshot.trouble
+    if trouble is not None:
+        kind = DriverError if trouble.broken else ShortageError
+        raise kind(trouble.cause, evidence=trouble.evidence, fix=trouble.fix)
+
+
+def pick(
+    wish: Wish,
+    environ: Mapping[str, str],
+    *,
+    lock_folder: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    poll_seconds: float = POLL_SECONDS,
+    source: str = "auto",
+) -> Picked:
+    """Takes GPUs under a lease of this process, waiting for them as long as the wish says. Never half of them.
+
+    First come, first served: whoever asks while others wait comes after them, even when something smaller is free.
+
+    Args:
+        lock_folder: The folder of the leases; None is the one that all users of this machine compute.
+        say: Gets a line when the reason for waiting changes.
+
+    Raises:
+        ShortageError: they are not to be had now, or not in time.
+        DriverError: the driver does not answer.
+        UsageError: a word that names no GPU.
+        LaunchError: the folder of the leases cannot be used.
+    """
+    first = look.look(environ, source=source)
+    refuse_trouble(first)
+    world = universe(first, environ)
+    if world.scheduler:
+        found = choose(wish, world)
+        if isinstance(found, ShortageError):
+            raise found
+        return replace(found, notes=(*found.notes, f"no lease: these GPUs were granted by {world.scheduler}"))
+    hopeful = choose(replace(wish, share=True, min_free_bytes=0), world)  # leases are not in `first`
+    if isinstance(hopeful, ShortageError):
+        raise ShortageError(hopeful.cause, evidence=hopeful.evidence, fix=["waiting would not help", *hopeful.fix[-1:]])
+    folder = Folder(lock_folder or default_path())
+    folder.prepare()
+    until = time.monotonic() + (wish.wait_seconds or 0.0)
+    with folder.serial():
+        ticket = folder.line_up(f"{owners.user_name(os.getuid())}, pid {os.getpid()}: {wish}")
+    said = ""
+    try:
+        while True:
+            with folder.serial():
+                before = [(number, who) for number, who in folder.queue() if number < ticket.number]
+                if before:
+                    lines = [f"before you: {who}" for _, who in before]
+                    found = ShortageError(f"{plural_waiting(before)} for GPUs and come first.", evidence=lines)
+                else:
+                    found = _attempt(wish, environ, folder, source)
+            if isinstance(found, Picked):
+                return found
+            if wish.wait_seconds is None:
+                raise found
+            if time.monotonic() >= until:
+                late = f"Waited {wish.wait_seconds:.0f} s. {found.cause}"
+                raise ShortageError(late, evidence=found.evidence, fix=found.fix)
+            if found.cause != said:
+                said = found.cause
+                say(f"waiting for {wish}: {said}" + "".join(f"\n  {line}" for line in found.evidence))
+            time.sleep(min(poll_seconds, max(0.0, until - time.monotonic())))
+    finally:
+        ticket.close()
+
+
+def plural_waiting(before: Sequence[object]) -> str:
+    return "1 request waits" if len(before) == 1 else f"{len(before)} requests wait"
+
+
+def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder, source: str) -> Picked | ShortageError:
+    """Look, choose, take, look again. Inside `serial`, so that nobody else does."""
+    snapshot = look.look(environ, source=source, holder_of=folder.holder_now)
+    refuse_trouble(snapshot)
+    found = choose(wish, universe(snapshot, environ))
+    if isinstance(found, ShortageError):
+        return found
+    lease = folder.take(found.uuids, " ".join(sys.argv))
+    if lease is None:
+        return ShortageError("Somebody took a lease at this moment.")
+    again = universe(look.look(environ, source=source), environ)  # an outsider may have started meanwhile
+    still = choose(replace(wish, words=found.uuids, count=None), again)
+    if isinstance(still, ShortageError):
+        lease.close()
+        return still
+    return replace(found, lease=lease)
+
+
+def say_on_stderr(line: str) -> None:
+    sys.stderr.write(f"evener: {line}\n")
+
+
+def pick_gpus(
+    n: int = 1,
+    *,
+    min_free: str | None = None,
+    model: str | None = None,
+    wait: bool | float = False,
+    lock_folder: str | None = None,
+) -> tuple[str, ...]:
+    """Takes `n` idle GPUs of this machine for this process, and makes them the only ones it sees.
+
+    Sets CUDA_VISIBLE_DEVICES (UUIDs) and CUDA_DEVICE_ORDER, so call it before anything starts CUDA: they are `cuda:0`
+    to `cuda:n-1`. The lease ends with the process and with the children that it forks. No communication.
+
+    Args:
+        min_free: Free memory that each must have: "20GB", "20GiB".
+        model: A part of the name: "A100".
+        wait: True waits for them, a number of seconds waits so long; False raises at once.
+        lock_folder: Another folder for the leases than this machine's.
+
+    Returns:
+        Their UUIDs, in the order of their slots.
+
+    Raises:
+        ShortageError, DriverError: as `evener gpus` would say.
+        UsageError: n is no count, or CUDA has already been started in this process.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise UsageError(f"pick_gpus({n!r}): how many GPUs, 1 or more.")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise UsageError(
+            "pick_gpus: CUDA has already been started in this process, and sees the GPUs that it saw then.",
+            fix=["call evener.pick_gpus() first thing in the script", "or start it with `evener run --gpus N`"],
+        )
+    free = parse_size(min_free, "min_free") if min_free else 0
+    seconds = None if wait is False else float("inf") if wait is True else float(wait)
+    wish = Wish(count=n, min_free_bytes=free, model=model, wait_seconds=seconds)
+    picked = pick(wish, os.environ, lock_folder=lock_folder, say=say_on_stderr)
+    os.environ.update(visible.to_variable(picked.uuids))
+    return picked.uuids
