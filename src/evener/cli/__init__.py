@@ -13,6 +13,8 @@ from evener.errors import EvenerError, UsageError, nearest
 # verb -> its line in the help. Each is a module of this package with `main(argv) -> exit code`.
 VERBS = {
     "run": "start a script on every GPU (or N CPU processes) of this machine, and stay until it has ended",
+    "gpus": "show the GPUs of this machine, who has them, and which are idle, or why not",
+    "doctor": "look at driver, torch, limits, network and disks, and name the fix of every fault",
 }
 
 HELP = """\

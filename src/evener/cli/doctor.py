@@ -1,0 +1,211 @@
+"""`evener doctor`: what is wrong with this machine, why it matters, and the command that repairs it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from evener.cli.run import Parser
+from evener.errors import UsageError, nearest
+
+EXAMPLES = """\
+examples:
+  evener doctor                                   all checks
+  evener doctor --ranks 8 --workers 4             for a job of 8 ranks with 4 data workers each
+  evener doctor --only shared-memory,torch-cuda   two of them
+  evener doctor --explain shared-memory           all about one check
+  evener doctor --deep                            NCCL over the visible GPUs too, pair by pair (up to a minute)
+  evener doctor --nodes host1,host2               the network between hosts; type it on each of them
+  srun --ntasks-per-node=1 evener doctor --nodes  the same in a Slurm job
+  evener doctor --record facts.json               keep what was seen; --from facts.json judges it anywhere
+
+exit code: 1 when there is an error, else 0; 2 for a wrong option
+"""
+
+
+def parser() -> Parser:
+    options = Parser(
+        prog="evener doctor",
+        description="Look at driver, CUDA, torch, memory, limits, network and disks, and name the fix of every fault.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    add("--only", metavar="CHECK,...", action="append", default=[], help="these checks alone; repeatable")
+    add("--list", action="store_true", help="the names of all checks")
+    add("--explain", metavar="CHECK", help="what one check looks at, why, and its fixes")
+    add("--all", action="store_true", help="show also what is good, check by check")
+    add("--json", action="store_true", help='{"findings": [{check, level, found, why, fix}]}')
+    add("--deep", action="store_true", help="try NCCL on the visible GPUs")
+    add("--ranks", metavar="N", type=_count, help="processes that the job will have here (default: visible GPUs, or 1)")
+    add("--workers", metavar="N", type=_count, help="data workers of each rank (num_workers)")
+    add("--memory", metavar="SIZE", type=_bytes, help="host memory that the job needs here: 200GB")
+    add("--dir", metavar="DIR", default="runs", help="where checkpoints will go (default: runs)")
+    add("--nodes", metavar="HOSTS", nargs="?", const="auto", help="the network checks on all hosts: host1,host2 or N")
+    add("--head", metavar="HOST[:PORT]", help="with --nodes: who collects (default: the first host, port 29477)")
+    add("--timeout", metavar="SECONDS", type=float, help="for the other hosts (30), or for torch's child process (12)")
+    add("--record", metavar="FILE", help="write what was seen as JSON")
+    add("--from", metavar="FILE", dest="recorded", help="judge a recorded machine instead of this one")
+    add("--root", metavar="DIR", default="/", help="where /proc, /sys, /etc and /dev are read (default: /)")
+    return options
+
+
+def _count(word: str) -> int:
+    if not word.isdigit():
+        raise argparse.ArgumentTypeError(f"{word} is not a number")
+    return int(word)
+
+
+def _bytes(word: str) -> int:
+    number = word.rstrip("BbIiKkMmGgTt ")
+    unit = word[len(number) :].strip().upper().removesuffix("B").removesuffix("I")
+    try:
+        return int(float(number) * 1024 ** ["", "K", "M", "G", "T"].index(unit))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word} is no size: 200GB, 512MiB") from None
+
+
+def main(argv: list[str]) -> int:
+    given = parser().parse_args(argv)
+    from evener import doctor
+
+    if given.list:
+        for name, text in doctor.texts().items():
+            print(f"{text['number']:>2}  {name:<16} {text['title']}")
+        return 0
+    if given.explain is not None:
+        print(doctor.page(_known(given.explain)))
+        return 0
+    names = [_known(name.strip()) for words in given.only for name in words.split(",") if name.strip()]
+    if given.nodes is not None:
+        return _all_hosts(given, names)
+    names = names or list(doctor.CHECKS)
+    facts = _recorded(given.recorded) if given.recorded else _look(given, torch=bool(doctor.NEED_TORCH & set(names)))
+    if given.record:
+        with open(given.record, "w", encoding="utf-8") as file:
+            file.write(facts.to_json() + "\n")
+    findings = doctor.examine(facts, [name for name in doctor.CHECKS if name in names])
+    _show(given, facts.hostname, findings)
+    return 1 if doctor.worst(findings) == "error" else 0
+
+
+def _known(name: str) -> str:
+    from evener.doctor import CHECKS
+
+    if name in CHECKS:
+        return name
+    close = nearest(name, CHECKS)
+    raise UsageError(f"{name!r} is not a check.", fix=[*([close] if close else []), "evener doctor --list"])
+
+
+def _recorded(path: str) -> Any:
+    from evener.doctor import Facts
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            return Facts.from_json(file.read(), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read.", evidence=[str(error)], fix=["--from FILE, of --record"]) from None
+
+
+def _look(given: argparse.Namespace, *, torch: bool) -> Any:
+    """This machine's facts; torch's child process works meanwhile."""
+    from evener import doctor
+    from evener.doctor import facts
+    from evener.gpus import look_at_gpus
+    from evener.launch.machine import usable_cpus
+
+    gpus = look_at_gpus(os.environ, root=given.root)
+    visible = sum(gpu.slot is not None for gpu in gpus.gpus)
+    child = doctor.TorchChild(sys.executable, os.environ, gpus=visible if given.deep else 0) if torch else None
+    try:
+        seen = facts.gather(
+            os.environ,
+            root=given.root,
+            directory=given.dir,
+            gpus=gpus,
+            ranks=given.ranks or max(1, visible),
+            workers=given.workers,
+            memory_needed_bytes=given.memory,
+            usable_cpus=usable_cpus(given.root),
+        )
+        if child is None:
+            return seen
+        if sys.stderr.isatty():
+            print("evener: asking torch, in a child process ...", file=sys.stderr)
+        return dataclasses.replace(seen, torch=child.answer(given.timeout or (60.0 if given.deep else 12.0)))
+    finally:
+        if child is not None:
+            child.end()
+
+
+def _all_hosts(given: argparse.Namespace, names: list[str]) -> int:
+    from evener import doctor
+    from evener.doctor import nodes
+
+    who = nodes.members(given.nodes, given.head, os.environ)
+    names = names or list(doctor.OF_ALL_HOSTS)
+    if alone := [name for name in names if name not in doctor.OF_ALL_HOSTS]:
+        raise UsageError(
+            f"--nodes does not run {', '.join(alone)}.", fix=[f"it runs: {', '.join(doctor.OF_ALL_HOSTS)}"]
+        )
+    facts, seconds = _look(given, torch=False), given.timeout or 30.0
+    if not who.is_head(facts):
+        level, line = nodes.follow(who, facts, seconds)
+        print(f"evener doctor: {line}", file=sys.stderr)
+        return 1 if level == "error" else 0
+    levels: list[str] = []
+
+    def judge(every: Any) -> str:
+        findings = doctor.examine_hosts(every, names)
+        _show(given, f"{len(every.hosts['hosts'])} of {who.count} hosts", findings)
+        levels.append(doctor.worst(findings))
+        return levels[0]
+
+    nodes.lead(who, facts, seconds, judge)
+    return 1 if levels[0] == "error" else 0
+
+
+def _show(given: argparse.Namespace, where: str, findings: Sequence[Any]) -> None:
+    if given.json:
+        print(json.dumps({"findings": [dataclasses.asdict(one) for one in findings]}, indent=1))
+        return
+    from evener.doctor import LEVELS
+    from evener.report.text import clean
+
+    width = min(120, shutil.get_terminal_size().columns)
+    count = {level: sum(one.level == level for one in findings) for level in LEVELS}
+    words = [
+        f"{number} {level}{'s' * (number > 1 and level in LEVELS[:2])}" for level, number in count.items() if number
+    ]
+    print(f"evener doctor: {where}: {', '.join(words)}")
+
+    def block(head: str, text: str) -> None:
+        indent = " " * 10
+        print(textwrap.fill(clean(text), width, initial_indent=f"{head:<10}", subsequent_indent=indent, **_WHOLE))
+
+    for one in findings:
+        if one.level in ("error", "warning"):
+            print()
+            block(one.level, f"{one.check}: {one.found}")
+            block("  why", one.why)
+            block("  fix", one.fix)
+    print()
+    for level in ("unknown", "ok", "skipped"):
+        of = [one for one in findings if one.level == level]
+        if given.all or (level == "unknown" and of):
+            for one in of:
+                block(level, f"{one.check}: {one.found}")
+        elif of:
+            block(level, ", ".join(dict.fromkeys(one.check for one in of)))
+
+
+_WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}

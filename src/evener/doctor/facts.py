@@ -1,0 +1,439 @@
+"""Facts: everything that the checks look at, gathered once. Checks are functions of it and look at nothing else.
+
+What cannot be found out is None. A fact sheet is plain JSON (`evener doctor --record`, `--from`), so that a sick
+machine can be judged elsewhere: tests do that. `root` is where /proc, /sys, /etc and /dev are looked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evener.errors import UsageError
+from evener.gpus import leases
+from evener.gpus.values import Snapshot, from_json
+
+# What may be in a record that somebody sends around: settings, no secrets.
+_SETTINGS = re.compile(
+    r"(CUDA|NCCL|TORCH_NCCL|GLOO|TP|OMP|MKL|NVIDIA|PYTORCH|UCX)_|MASTER_|LD_LIBRARY_PATH$|RANK$|WORLD_SIZE$"
+)
+_LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/local/nvidia/lib64", "usr/lib")
+_PACKAGES = ("torch", "evener", "numpy", "pynvml", "nvidia-ml-py", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_LAUNCHERS = ("torch.distributed.run", "torchrun", "accelerate launch", "evener/launch/shim.py")
+_TOO_SLOW_SECONDS = 3.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One host. Sizes are bytes; what is not known is None, and an empty list means: looked, and there is none.
+
+    Attributes:
+        ranks, workers: Processes on this host, and data workers of each (None: nobody said); `memory_needed_bytes` of
+            the whole job on this host, from --memory.
+        gpus: What the probe of `evener gpus` read.
+        torch: What the torch child said (see evener/measure/health.py); {"stage", "ended"} when it died or hung.
+        hosts: With --nodes: the other hosts' facts and what they saw of each other (see evener.doctor.nodes).
+    """
+
+    hostname: str = ""
+    python: str = "python"
+    environ: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    workers: int | None = None
+    memory_needed_bytes: int | None = None
+    packages: dict[str, str] = field(default_factory=dict)
+    commit: str | None = None
+    kernel_driver: str | None = None
+    nvml_library: str | None = None
+    device_files: list[str] = field(default_factory=list)
+    gpus: Snapshot = field(default_factory=Snapshot)
+    kernel_log: list[str] | None = None
+    kernel_command_line: str | None = None
+    acs_bridges: list[str] | None = None
+    torch: dict[str, Any] | None = None
+    shm_total_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    memlock_bytes: float | None = None
+    nofile: float | None = None
+    nofile_hard: float | None = None
+    usable_cpus: int | None = None
+    host_cpus: int | None = None
+    affinity: list[int] = field(default_factory=list)
+    numa_cpus: dict[str, list[int]] = field(default_factory=dict)
+    memory_limit_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    own_addresses: list[str] | None = None
+    reverse_dns_seconds: dict[str, float] = field(default_factory=dict)
+    interfaces: list[dict[str, Any]] = field(default_factory=list)
+    default_interface: str | None = None
+    can_listen: str | None = None  # "" when it can, else why not
+    infiniband: list[dict[str, str]] = field(default_factory=list)
+    ibverbs: bool | None = None
+    nccl_files: dict[str, list[str]] = field(default_factory=dict)
+    directory: dict[str, Any] | None = None
+    locks: dict[str, Any] | None = None
+    port_29500: dict[str, Any] | None = None  # {} when it is free
+    left_over: list[dict[str, Any]] | None = None
+    hosts: dict[str, Any] | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Facts:
+        """Raises UsageError: no fact sheet, or one of another version."""
+        try:
+            values = json.loads(text)
+            return Facts(**(values | {"gpus": from_json(values.get("gpus", {}), where)}))
+        except (ValueError, TypeError, AttributeError) as error:
+            fix = ["write one with `evener doctor --record FILE`, of the same version of evener"]
+            raise UsageError(f"{where} is no fact sheet of evener doctor.", evidence=[str(error)], fix=fix) from None
+
+    @property
+    def routed(self) -> dict[str, Any] | None:
+        """The interface that leads out of this host; without a route the only one that is up."""
+        out = [one for one in self.interfaces if one["up"] and not one["loopback"]]
+        named = [one for one in out if one["name"] == self.default_interface]
+        return named[0] if named else out[0] if len(out) == 1 else None
+
+    @property
+    def address(self) -> str:
+        addresses = self.routed["addresses"] if self.routed else []
+        return str(addresses[0]) if addresses else "ADDRESS"
+
+
+class Root:
+    """A place to read files from; "/" or a copy of it."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.real = path, os.path.abspath(path) == "/"
+
+    def at(self, name: str) -> Path:
+        return Path(self.path, name.lstrip("/"))
+
+    def read(self, name: str) -> str | None:
+        with contextlib.suppress(OSError):
+            return self.at(name).read_text(encoding="utf-8", errors="replace")
+        return None
+
+    def glob(self, pattern: str) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return sorted(Path(self.path).glob(pattern))
+        return []
+
+
+def gather(environ: Mapping[str, str], *, root: str = "/", directory: str = "runs", **known: Any) -> Facts:
+    """This host's facts; `known` are those that somebody else found out (GPUs, the torch child, wishes)."""
+    at = Root(root)
+    limits = at.read("proc/self/limits") or ""
+    memory = _cgroup_memory(at)
+    shm = _tried(lambda: os.statvfs(at.at("dev/shm")))
+    hostname = (at.read("proc/sys/kernel/hostname") or "").strip() or socket.gethostname()
+    interfaces = _interfaces() if at.real else []
+    values: dict[str, Any] = {
+        "hostname": hostname,
+        "python": sys.executable,
+        "environ": {name: value for name, value in environ.items() if _SETTINGS.match(name)},
+        "packages": _packages(),
+        "commit": _commit(),
+        "kernel_driver": _found(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", at.read("proc/driver/nvidia/version")),
+        "nvml_library": _nvml_library(at, environ),
+        "device_files": [path.name for path in at.glob("dev/nvidia[0-9]*")],
+        "kernel_log": _kernel_log(at),
+        "kernel_command_line": at.read("proc/cmdline"),
+        "acs_bridges": _acs_bridges() if at.real else None,
+        "shm_total_bytes": shm.f_frsize * shm.f_blocks if shm else None,
+        "shm_free_bytes": shm.f_frsize * shm.f_bavail if shm else None,
+        "memlock_bytes": _limit(limits, "Max locked memory")[0],
+        "nofile": _limit(limits, "Max open files")[0],
+        "nofile_hard": _limit(limits, "Max open files")[1],
+        "host_cpus": (at.read("proc/cpuinfo") or "").count("processor\t") or os.cpu_count(),
+        "affinity": _ranges(_found(r"Cpus_allowed_list:\s*(\S+)", at.read("proc/self/status"))),
+        "numa_cpus": {
+            path.parent.name.removeprefix("node"): _ranges(path.read_text())
+            for path in at.glob("sys/devices/system/node/node[0-9]*/cpulist")
+        },
+        "memory_limit_bytes": memory[0],
+        "memory_used_bytes": memory[1],
+        "own_addresses": _own_addresses(hostname) if at.real else None,
+        "interfaces": interfaces,
+        "default_interface": _default_interface(at.read("proc/net/route")),
+        "infiniband": _infiniband(at),
+        "ibverbs": any(at.at(place).is_dir() and any(at.at(place).glob("libibverbs.so*")) for place in _LIBRARIES),
+        "nccl_files": _nccl_files(at, environ),
+        "directory": look_at_directory(directory) if at.real else None,
+        "locks": _locks(at),
+        "port_29500": _port(29500) if at.real else None,
+        "left_over": _left_over(at),
+    }
+    facts = Facts(**(values | known))
+    addresses = [] if not at.real or facts.address == "ADDRESS" else [facts.address]
+    more = {"reverse_dns_seconds": reverse_dns(addresses), "can_listen": _can_listen(addresses) if at.real else None}
+    return Facts(**(values | more | known))
+
+
+def _tried(look: Callable[[], T]) -> T | None:
+    try:
+        return look()
+    except OSError:
+        return None
+
+
+def _found(pattern: str, text: str | None) -> str | None:
+    match = re.search(pattern, text or "")
+    return match[1] if match else None
+
+
+def _ranges(text: str | None) -> list[int]:
+    """ "0-3,8" -> [0, 1, 2, 3, 8]"""
+    found: list[int] = []
+    for part in (text or "").strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _limit(text: str, name: str) -> tuple[float | None, float | None]:
+    match = re.search(rf"{name}\s+(\S+)\s+(\S+)", text)
+    if match is None:
+        return None, None
+    soft, hard = (float("1e18") if word == "unlimited" else float(word) for word in match.groups())
+    return soft, hard
+
+
+def _packages() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _output(*argv: str, seconds: float = 2.0) -> str | None:
+    """What a small tool prints; None when it is not there, fails, or takes too long."""
+    if shutil.which(argv[0]) is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=seconds, check=True)
+        return done.stdout
+    return None
+
+
+def _commit() -> str | None:
+    text = _output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return text.strip() if text else None
+
+
+def _nvml_library(at: Root, environ: Mapping[str, str]) -> str | None:
+    """The version in the name of the file that libnvidia-ml.so.1 leads to."""
+    own = [one for one in environ.get("LD_LIBRARY_PATH", "").split(":") if one] if at.real else []
+    for place in (*own, *_LIBRARIES):
+        path = at.at(place) / "libnvidia-ml.so.1"
+        if path.exists():
+            return _found(r"\.so\.(\d+[\d.]*\.\d+)$", os.path.realpath(path))
+    return None
+
+
+def _kernel_log(at: Root) -> list[str] | None:
+    """The kernel's lines about NVIDIA faults; None when this user may not read the log."""
+    text = _output("dmesg") if at.real else at.read("var/log/kern.log")
+    if text is None:
+        return None
+    return [line.strip() for line in text.splitlines() if "NVRM: Xid" in line or "fallen off the bus" in line][-20:]
+
+
+def _acs_bridges() -> list[str] | None:
+    """PCI bridges that redirect peer traffic through the root complex. Needs root for the capability."""
+    text = _output("lspci", "-vvv", seconds=3.0)
+    if text is None or "ACSCtl" not in text:
+        return None
+    return re.findall(r"^(\S+) (?:(?!\n\S)[\s\S])*?ACSCtl:\s*SrcValid\+", text, re.MULTILINE)
+
+
+def _cgroup_memory(at: Root) -> tuple[int | None, int | None]:
+    """The tightest memory limit on the way up from this process's cgroup, and what is used under it."""
+    found: list[tuple[int, int | None]] = []
+    for line in (at.read("proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = "sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup"
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            limit, used = ((at.read("/".join((mount, *parts[:depth], name))) or "").strip() for name in names)
+            if limit.isdigit() and int(limit) < 1 << 60:  # version 1 says "none" with a huge number
+                found.append((int(limit), int(used) if used.isdigit() else None))
+    return min(found, key=lambda one: one[0], default=(None, None))
+
+
+def within(seconds: float, look: Callable[[], T]) -> tuple[T | None, float]:
+    """(the answer or None, seconds that it took): a name server that does not answer must not hold the doctor up."""
+    answer: list[T] = []
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            answer.append(look())
+
+    began = time.monotonic()
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return (answer[0] if answer else None), round(time.monotonic() - began, 3)
+
+
+def _own_addresses(name: str) -> list[str] | None:
+    answer, _ = within(_TOO_SLOW_SECONDS, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    return sorted({str(one[4][0]) for one in answer}) if answer else None
+
+
+def reverse_dns(addresses: list[str]) -> dict[str, float]:
+    """Seconds that the name behind each address takes; no more than 3 are waited."""
+    return {
+        one: within(_TOO_SLOW_SECONDS, lambda one=one: socket.getnameinfo((one, 0), 0))[1]  # type: ignore[misc]
+        for one in addresses
+    }
+
+
+def _interfaces() -> list[dict[str, Any]]:
+    import psutil  # type: ignore[import-untyped]
+
+    addresses = psutil.net_if_addrs()
+    return [
+        {
+            "name": name,
+            "up": bool(state.isup),
+            "mtu": state.mtu,
+            "loopback": name.startswith("lo"),
+            "addresses": [one.address for one in addresses.get(name, []) if one.family == socket.AF_INET],
+        }
+        for name, state in sorted(psutil.net_if_stats().items())
+    ]
+
+
+def _default_interface(routes: str | None) -> str | None:
+    rows = [line.split() for line in (routes or "").splitlines()[1:]]
+    return next((row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"), None)
+
+
+def _can_listen(addresses: list[str]) -> str:
+    try:
+        for address in ("127.0.0.1", *addresses):
+            with socket.create_server((address, 0)) as server, socket.create_connection(server.getsockname(), 2):
+                pass
+    except OSError as error:
+        return f"{address}: {error.strerror or error}"
+    return ""
+
+
+def _infiniband(at: Root) -> list[dict[str, str]]:
+    def line(path: Path) -> str:
+        return (_tried(lambda: path.read_text().strip()) or "unknown").partition(":")[2].strip() or "unknown"
+
+    return [
+        {"device": path.parts[-3], "port": path.name, "state": line(path / "state")}
+        for path in at.glob("sys/class/infiniband/*/ports/*")
+    ]
+
+
+def _nccl_files(at: Root, environ: Mapping[str, str]) -> dict[str, list[str]]:
+    home = environ.get("HOME", "").lstrip("/")
+    found = {}
+    for name in ("etc/nccl.conf", *([f"{home}/.nccl.conf"] if home else [])):
+        text = at.read(name)
+        if text is not None:
+            lines = [line.strip() for line in text.splitlines()]
+            found[f"/{name}"] = [line for line in lines if "=" in line and not line.startswith("#")]
+    return found
+
+
+def look_at_directory(path: str) -> dict[str, Any]:
+    """Whether a checkpoint could be written below `path`; the nearest folder that exists is tried."""
+    place = Path(path).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    facts: dict[str, Any] = {"path": str(Path(path).absolute()), "reason": "", "fsync_seconds": None}
+    try:
+        disk = os.statvfs(place)
+        facts |= {"free_bytes": disk.f_frsize * disk.f_bavail, "filesystem": leases.file_system(str(place))}
+        probe = place / f".evener-doctor-{os.getpid()}"
+        with open(probe, "wb") as file:
+            began = time.monotonic()
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+            facts["fsync_seconds"] = round(time.monotonic() - began, 4)
+        probe.unlink()
+    except OSError as error:
+        facts["reason"] = error.strerror or str(error)
+    return facts
+
+
+def _port(port: int) -> dict[str, Any]:
+    """Who listens on a port: {} when nobody does, {"pid": None} when the process is hidden."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
+                return {
+                    "pid": one.pid,
+                    "mine": one.pid is not None and psutil.Process(one.pid).uids().real == os.getuid(),
+                }
+        return {}
+    with socket.socket() as probe:  # macOS shows the connections to root alone
+        return {"pid": None, "mine": False} if probe.connect_ex(("127.0.0.1", port)) == 0 else {}
+
+
+def _left_over(at: Root) -> list[dict[str, Any]]:
+    """My processes without a parent that launch ranks, are ranks, or hold a GPU."""
+    found = []
+    for folder in at.glob("proc/[0-9]*"):
+        status = at.read(f"proc/{folder.name}/status") or ""
+        mine = _found(r"Uid:\s+(\d+)", status) == str(os.getuid()) and _found(r"PPid:\s+(\d+)", status) == "1"
+        if not mine or "State:\tZ" in status:
+            continue
+        command = (at.read(f"proc/{folder.name}/cmdline") or "").replace("\0", " ").strip()
+        files = [_tried(lambda one=one: os.readlink(one)) or "" for one in folder.glob("fd/*")]  # type: ignore[misc]
+        gpu = any(re.fullmatch(r"/dev/nvidia\d+", file) for file in files)
+        if gpu or any(word in command for word in _LAUNCHERS):
+            found.append({"pid": int(folder.name), "command": command[:200], "gpu": gpu})
+    return found
+
+
+def _locks(at: Root) -> dict[str, Any]:
+    """Where GPU leases are kept, and whether a lock can be had there."""
+    facts: dict[str, Any] = {"path": "", "mode": None, "lock": "", "filesystem": None}
+    try:
+        facts["path"] = leases.default_path(str(at.at(leases.SETTING)))
+        path = at.at(facts["path"])
+        facts["filesystem"] = leases.file_system(str(path))
+        facts["mode"] = f"{path.stat().st_mode & 0o7777:o}"
+        import fcntl
+
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        pass  # made by the first lease
+    except (OSError, ImportError, UsageError) as error:
+        facts["lock"] = str(error)
+    return facts

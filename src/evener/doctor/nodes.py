@@ -1,0 +1,246 @@
+"""All hosts together: who came, who reaches whom, and what differs between them.
+
+The head listens on its own address, for a limited time, and takes one JSON line from each host; nothing is unpickled.
+torch's TCPStore would do as well, but listens on every interface and costs each host an import of torch.
+
+    host -> head   {"facts", "port"}                     its facts, and a fresh port that it listens on
+    head -> host   {"now"}, host -> head {"time"}        the clock, against half the round trip
+    head -> host   {"peers": {name: [address, port]}, "token"}
+    host -> head   {"unreachable", "reverse_dns_seconds", "sees_token"}
+    head -> host   {"worst", "head"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evener.doctor.facts import Facts, reverse_dns
+from evener.errors import UsageError
+
+PORT = 29477
+_LONGEST_LINE = 4 << 20
+_CONNECT_SECONDS, _ANSWER_SECONDS = 3.0, 30.0
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part. `names` is empty where only a number is known, `rank` None where nobody said which is ours."""
+
+    count: int
+    head: str
+    port: int = PORT
+    names: tuple[str, ...] = ()
+    rank: int | None = None
+
+    def is_head(self, facts: Facts) -> bool:
+        if self.rank is not None:
+            return self.rank == 0
+        own = {address for one in facts.interfaces for address in one["addresses"] if not one["loopback"]}
+        return (
+            self.head in (facts.hostname, facts.hostname.partition(".")[0])
+            or self.head in own
+            or (bool(own & set(addresses(self.head))))
+        )
+
+
+def members(given: str, head: str | None, environ: Mapping[str, str]) -> Members:
+    """From `--nodes` (a list, a number, or "auto": the environment) and `--head`. Raises UsageError."""
+    host, _, port = (head or "").partition(":")
+    at = int(port) if port.isdigit() else PORT
+    if "," in given:
+        names = tuple(name.strip() for name in given.split(",") if name.strip())
+        return Members(len(names), host or names[0], at, names)
+    if given.isdigit() and int(given) > 1 and host:
+        return Members(int(given), host, at)
+    if given == "auto" and "SLURM_JOB_NODELIST" in environ:
+        names = tuple(expand(environ["SLURM_JOB_NODELIST"]))
+        at = at if port else 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 40000
+        rank = environ.get("SLURM_NODEID")
+        return Members(len(names), host or names[0], at, names, int(rank) if rank else None)
+    for prefix in ("PET_", ""):
+        count, rank = environ.get(f"{prefix}NNODES", ""), environ.get(f"{prefix}NODE_RANK", "")
+        if given == "auto" and count.isdigit() and rank.isdigit() and f"{prefix}MASTER_ADDR" in environ:
+            return Members(int(count), host or environ[f"{prefix}MASTER_ADDR"], at, rank=int(rank))
+    raise UsageError(
+        "--nodes: which hosts?" if given == "auto" else f"--nodes {given} is no list of hosts.",
+        evidence=["neither Slurm nor NNODES, NODE_RANK and MASTER_ADDR are in the environment"] * (given == "auto"),
+        fix=[
+            "on every host: evener doctor --nodes host1,host2,host3",
+            "or: evener doctor --nodes 3 --head host1",
+            "or under Slurm: srun --ntasks-per-node=1 evener doctor --nodes",
+        ],
+    )
+
+
+def expand(text: str) -> list[str]:
+    """Slurm's short form: "gpu[01-03,7],login" -> gpu01 gpu02 gpu03 gpu7 login"""
+    found: list[str] = []
+    for name, inside, tail in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
+        for part in inside.split(",") if inside else [""]:
+            first, _, last = part.partition("-")
+            numbers = [first] if not last else [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
+            found += [f"{name}{number}{tail}" for number in numbers]
+    return found
+
+
+def addresses(name: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [str(one[4][0]) for one in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+    return []
+
+
+class _Line:
+    """A connection that carries JSON, one object a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.file = connection, connection.makefile("rb")
+
+    def send(self, **values: Any) -> None:
+        self.connection.sendall(json.dumps(values).encode() + b"\n")
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """Raises OSError: nothing came, or no JSON object."""
+        self.connection.settimeout(seconds)
+        try:
+            value = json.loads(self.file.readline(_LONGEST_LINE))
+        except ValueError:
+            raise ConnectionError("no JSON line") from None
+        if not isinstance(value, dict):
+            raise ConnectionError("no JSON object")
+        return value
+
+
+def _unreachable(peers: Mapping[str, tuple[str, int]]) -> list[str]:
+    found = []
+    for name, (address, port) in peers.items():
+        try:
+            socket.create_connection((address, port), _CONNECT_SECONDS).close()
+        except OSError:
+            found.append(name)
+    return found
+
+
+def lead(who: Members, facts: Facts, seconds: float, judge: Callable[[Facts], str]) -> None:
+    """The head's part. `judge` gets the facts of all hosts, reports, and returns the worst level."""
+    own = [one for one in addresses(who.head) if not one.startswith("127.")] or [facts.address]
+    try:
+        server = socket.create_server((own[0], who.port), backlog=max(128, who.count))
+        fresh = socket.create_server((own[0], 0), backlog=128)
+    except OSError as error:
+        raise UsageError(
+            f"The head cannot listen on {own[0]}:{who.port}: {error.strerror or error}.",
+            fix=["--head HOST:PORT with a free port, the same on every host"],
+        ) from None
+    lines: dict[str, _Line] = {}
+    hosts: dict[str, Any] = {
+        facts.hostname: {"facts": dataclasses.asdict(facts), "address": own[0], "clock_seconds": 0.0, "unreachable": []}
+    }
+    ports = {facts.hostname: (own[0], fresh.getsockname()[1])}
+    deadline = time.monotonic() + seconds
+    with server, fresh:
+        while len(hosts) < who.count and (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            with contextlib.suppress(OSError, KeyError, TypeError, UsageError):  # a stranger, or one who went away
+                connection, (address, _) = server.accept()
+                line = _Line(connection)
+                hello = line.receive(_ANSWER_SECONDS)
+                Facts.from_json(json.dumps(hello["facts"]), address)
+                began = time.time()
+                line.send(now=began)
+                offset = line.receive(_ANSWER_SECONDS)["time"] - (began + time.time()) / 2
+                name = str(hello["facts"]["hostname"])
+                name = name if name not in hosts else f"{name} ({address})"
+                hosts[name] = {"facts": hello["facts"], "address": address, "clock_seconds": round(offset, 4)}
+                ports[name], lines[name] = (address, int(hello["port"])), line
+        token = _Token(facts)
+        for name, line in lines.items():
+            with contextlib.suppress(OSError):
+                line.send(peers={peer: at for peer, at in ports.items() if peer != name}, token=token.path)
+        mine = hosts[facts.hostname]
+        mine["unreachable"] = _unreachable({peer: at for peer, at in ports.items() if peer != facts.hostname})
+        facts = dataclasses.replace(
+            facts, reverse_dns_seconds=facts.reverse_dns_seconds | reverse_dns([at[0] for at in ports.values()])
+        )
+        mine["facts"] = dataclasses.asdict(facts)
+        for name, line in lines.items():
+            try:
+                told = line.receive(_ANSWER_SECONDS)
+                hosts[name] |= {key: told[key] for key in ("unreachable", "sees_token")}
+                hosts[name]["facts"]["reverse_dns_seconds"] = told["reverse_dns_seconds"]
+            except (OSError, KeyError):
+                hosts[name]["unreachable"] = ["the head, after its first word"]
+        token.remove()
+        missing = _missing(who, hosts)
+        every = {"head": f"{who.head} ({own[0]}:{who.port})", "seconds": seconds, "missing": missing, "hosts": hosts}
+        worst = judge(dataclasses.replace(facts, hosts=every))
+        for line in lines.values():
+            with contextlib.suppress(OSError):
+                line.send(worst=worst, head=facts.hostname)
+
+
+def _missing(who: Members, hosts: Mapping[str, Any]) -> list[str]:
+    if not who.names:
+        left = who.count - len(hosts)
+        return [f"{left} of {who.count} hosts (--nodes host1,host2,... names them)"] if left > 0 else []
+    came = {one["address"] for one in hosts.values()} | {one["facts"]["hostname"] for one in hosts.values()}
+    came |= {name.partition(".")[0] for name in came if not name[0].isdigit()}
+    return [name for name in who.names if name not in came and not set(addresses(name)) & came]
+
+
+class _Token:
+    """A file beside the checkpoints: who sees it has the same directory."""
+
+    def __init__(self, facts: Facts) -> None:
+        place = (facts.directory or {}).get("path", "")
+        while place and not os.path.isdir(place):
+            place = os.path.dirname(place)
+        self.path = os.path.join(place, f".evener-doctor-{os.getpid()}-{time.time_ns()}") if place else ""
+        try:
+            if self.path:
+                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except OSError:
+            self.path = ""  # the check `directory` says why
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.path:
+                os.unlink(self.path)
+
+
+def follow(who: Members, facts: Facts, seconds: float) -> tuple[str, str]:
+    """Another host's part: (the worst level of the report, a line that says where it is)."""
+    deadline, error = time.monotonic() + seconds, "it did not answer"
+    while True:
+        try:
+            connection = socket.create_connection((who.head, who.port), _CONNECT_SECONDS)
+            break
+        except OSError as failed:
+            error = failed.strerror or str(failed)
+            if time.monotonic() > deadline:
+                return "error", f"the head {who.head}:{who.port} was not reached within {seconds:.0f} s: {error}"
+            time.sleep(0.3)
+    try:
+        with connection, socket.create_server((connection.getsockname()[0], 0), backlog=128) as fresh:
+            line = _Line(connection)
+            line.send(facts=dataclasses.asdict(facts), port=fresh.getsockname()[1])
+            line.receive(_ANSWER_SECONDS)
+            line.send(time=time.time())
+            told = line.receive(seconds + _ANSWER_SECONDS)
+            line.send(
+                unreachable=_unreachable(told["peers"]),
+                reverse_dns_seconds=facts.reverse_dns_seconds | reverse_dns([at[0] for at in told["peers"].values()]),
+                sees_token=os.path.exists(told["token"]) if told["token"] else True,
+            )
+            end = line.receive(2 * _ANSWER_SECONDS)
+            return str(end["worst"]), f"{end['head']} has the report: the worst of it is {end['worst']}"
+    except (OSError, KeyError) as failed:
+        return "error", f"the head {who.head}:{who.port} went away: {failed or type(failed).__name__}"
