@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 
 import pytest
 
@@ -15,7 +14,7 @@ from evener.launch.command import Command, Request, decide, name_run, shim_path
 from evener.launch.machine import Gpus, Machine
 from evener.plan.handed import LaunchPlan, read_plan
 
-EIGHT = Gpus(tuple(f"GPU-{i}" for i in range(8)))
+EIGHT = Gpus(tuple(f"GPU-{i}" for i in range(8)), text="GPU 0 to 7")
 
 
 def here(gpus: Gpus = Gpus(()), cpus: int = 16) -> Machine:  # noqa: B008  (a frozen value)
@@ -77,11 +76,42 @@ def test_one_process_per_visible_gpu_and_all_of_them_visible_to_all():
     got = launch(Request("train.py"), here(EIGHT))
     assert got.nproc == 8 and got.command.env["CUDA_VISIBLE_DEVICES"] == ",".join(EIGHT.words)
     assert got.plan.device is None and "ACCELERATE_USE_CPU" not in got.command.env
-    assert got.notes[0].startswith("8 processes on GPUs (one per visible GPU)")
+    assert got.notes[0].startswith("8 processes on GPU 0 to 7;")
 
 
-def test_fewer_processes_see_as_many_gpus():
-    assert launch(Request("train.py", nproc=2), here(EIGHT)).command.env["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
+def test_one_process_may_see_several_gpus():
+    got = launch(Request("train.py", nproc=1), here(EIGHT))  # nn.DataParallel
+    assert got.nproc == 1 and got.command.env["CUDA_VISIBLE_DEVICES"] == ",".join(EIGHT.words)
+
+
+def on_two_nodes(cpus: int = 16, nodes: tuple[int | None, ...] = (0, 0, 1, 1), leased: tuple[int, ...] = ()) -> Machine:
+    gpus = Gpus(tuple(f"GPU-{i}" for i in range(4)), numa_nodes=nodes, leased=leased)
+    node_cpus = {0: tuple(range(6)), 1: tuple(range(8, 16))}
+    return Machine(gpus, cpus, "lo", "/tmp", "/usr/bin/python3", node_cpus)
+
+
+def test_ranks_are_bound_near_their_gpu_and_threads_are_what_is_there():
+    got = launch(Request("train.py"), on_two_nodes(leased=(7, 8)))
+    assert got.cpus == (tuple(range(6)), tuple(range(6)), tuple(range(8, 16)), tuple(range(8, 16)))
+    assert got.command.env["OMP_NUM_THREADS"] == "3", "six CPUs on node 0, two ranks there"
+    assert "bound to the CPUs of their GPU's memory node" in got.notes[0] and "3 CPUs per rank" in got.notes[0]
+    assert got.leased == (7, 8)
+    quota = launch(Request("train.py"), on_two_nodes(cpus=4))
+    assert quota.command.env["OMP_NUM_THREADS"] == "1", "a cgroup's quota counts too"
+
+
+@pytest.mark.parametrize(
+    "request_, machine_",
+    [
+        (Request("train.py", bind=False), on_two_nodes()),
+        (Request("train.py", nproc=1), on_two_nodes()),  # one process near four GPUs is near none
+        (Request("train.py"), on_two_nodes(nodes=(0, 0, None, 1))),
+        (Request("train.py"), on_two_nodes(nodes=(0, 0, 1, 2))),
+        (Request("train.py"), here(EIGHT)),
+    ],
+)
+def test_ranks_stay_unbound_where_nearness_is_not_known_for_all(request_, machine_):
+    assert launch(request_, machine_).cpus == ()
 
 
 def test_one_process_without_a_gpu():
@@ -95,8 +125,8 @@ def test_one_process_without_a_gpu():
     "request_, on, kind, words",
     [
         (Request("t.py", nproc=0), here(EIGHT), UsageError, ["--nproc 0", "N >= 1"]),
-        (Request("t.py", nproc=9), here(EIGHT), DeviceError, ["8 GPUs visible", "--cpu", "--nproc 8"]),
-        (Request("t.py", nproc=2), here(), DeviceError, ["no GPU visible", "add --cpu"]),
+        (Request("t.py", nproc=9), here(EIGHT), DeviceError, ["8 GPUs chosen", "--cpu", "--nproc 8"]),
+        (Request("t.py", nproc=2), here(), DeviceError, ["no GPU chosen", "add --cpu"]),
         (
             Request("t.py"),
             here(Gpus(None, "NVML: Driver/library version mismatch")),
@@ -249,58 +279,12 @@ def test_cpus_are_those_of_the_affinity_and_the_quota(tmp_path, monkeypatch, fil
     assert machine.usable_cpus(fake_root(tmp_path, files)) == cpus
 
 
-class NvmlError(Exception):
-    pass
-
-
-class LibraryNotFound(NvmlError):
-    pass
-
-
-class DriverNotLoaded(NvmlError):
-    pass
-
-
-def fake_nvml(uuids: list[str] | None, fails: NvmlError | None = None) -> types.SimpleNamespace:
-    def init() -> None:
-        if fails is not None:
-            raise fails
-
-    return types.SimpleNamespace(
-        NVMLError=NvmlError,
-        NVMLError_LibraryNotFound=LibraryNotFound,
-        NVMLError_DriverNotLoaded=DriverNotLoaded,
-        nvmlInit=init,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: len(uuids or []),
-        nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetUUID=lambda i: (uuids or [])[i],
-    )
-
-
-@pytest.mark.parametrize(
-    "variable, words",
-    [
-        (None, ("GPU-aa", "GPU-ab", "GPU-ac")),
-        ("", ()),
-        ("2,0", ("2", "0")),
-        ("1,7,0", ("1",)),  # the driver stops at the first word that names nothing
-        ("-1,0", ()),
-        ("GPU-ab, 0", ("GPU-ab", "0")),
-        ("GPU-zz", ()),
-        ("MIG-1234", ("MIG-1234",)),
-    ],
-)
-def test_visible_gpus_are_counted_without_torch(monkeypatch, variable, words):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(["GPU-aa", "GPU-ab", "GPU-ac"]))
-    environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    assert machine.visible_gpus(environ) == Gpus(words)
-
-
-def test_no_driver_means_no_gpu_and_a_broken_one_means_unknown(monkeypatch):
-    monkeypatch.setattr("os.path.exists", lambda path: False)
-    for error in (LibraryNotFound(), DriverNotLoaded()):
-        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(None, error))
-        assert machine.visible_gpus({}) == Gpus(())
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(None, NvmlError("Driver/library version mismatch")))
-    assert machine.visible_gpus({}) == Gpus(None, "NVML: Driver/library version mismatch")
+def test_the_cpus_of_every_memory_node(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 9}, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    files = {
+        "sys/devices/system/node/node0/cpulist": "0-3,8-11\n",
+        "sys/devices/system/node/node1/cpulist": "4-7\n",
+        "sys/devices/system/node/node2/cpulist": "\n",  # memory only
+    }
+    assert machine.node_cpus(fake_root(tmp_path, files)) == {0: (0, 1, 2, 9), 1: (), 2: ()}

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from evener.errors import LaunchError, UsageError, nearest
+from evener.errors import EvenerError, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
+    from evener.gpus.leases import Lease
+    from evener.gpus.pick import Wish
     from evener.launch.command import Request
+    from evener.launch.machine import Gpus
 
 DESCRIPTION = """\
-Start SCRIPT once per GPU of this machine (or N times), as `python SCRIPT` would run it, and stay until all have ended.
+Take the idle GPUs of this machine (or those you say) under a lease, start SCRIPT once per GPU, as `python SCRIPT` would
+run it, and stay until all have ended. Without a GPU it runs on the CPU, once or N times.
 Any PyTorch script runs unchanged: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by torchrun.
 Rank 0 is shown here; every rank has a log file. When a rank fails, its error is named first, and the exit code is its.
 """
@@ -24,7 +30,10 @@ EXAMPLES = """\
 Everything after SCRIPT (or after -m MODULE) belongs to the script.
 
 examples:
-  evener run train.py --lr 0.1                      one process per visible GPU; one if there is none
+  evener run train.py --lr 0.1                      one process per idle GPU; one on the CPU if there is no GPU
+  evener run --gpus 2 --min-free 20GB train.py      two idle GPUs of one kind, the best connected
+  evener run --gpus 0,3 --wait=2h train.py          these two, when they are free, first come first served
+  evener run --gpus 4 --nproc 1 train.py            one process that sees four GPUs (nn.DataParallel)
   evener run --nproc 2 --cpu train.py               two processes on the CPU
   evener run --nproc 4 -m mypackage.train --lr 0.1  a module, as with `python -m`
   evener run --set microbatch_size=8 train.py       override a keyword of the script's first evener.Run
@@ -50,7 +59,22 @@ def parser() -> Parser:
     )
     add = options.add_argument
     add("-m", metavar="MODULE", dest="module", help="run a module instead of a script file")
-    add("--nproc", metavar="N", help="how many processes (default: one per visible GPU, or 1 without a GPU)")
+    add(
+        "--gpus", metavar="WHICH", help="auto (all idle ones of one kind; the default), 2, 0,3, or UUIDs; `3,` is GPU 3"
+    )
+    add("--min-free", metavar="SIZE", help="only GPUs with so much free memory: 20GB, 20GiB")
+    add("--model", metavar="NAME", help="only GPUs whose name has this in it: A100")
+    add(
+        "--wait",
+        metavar="TIME",
+        nargs="?",
+        const="",
+        help="wait for the GPUs; --wait=90, --wait=10min: so long at most",
+    )
+    add("--share", action="store_true", help="also take GPUs that other processes use (never leased ones)")
+    add("--lock-folder", metavar="DIR", help="another folder of GPU leases than this machine's")
+    add("--no-numa", action="store_true", help="do not bind ranks to the CPUs near their GPU")
+    add("--nproc", metavar="N", help="how many processes (default: one per GPU, or 1 without a GPU)")
     add("--cpu", action="store_true", help="run on the CPU and hide the GPUs from all processes")
     add("--log-dir", metavar="DIR", default=os.path.join("runs", "logs"), help="logs go to DIR/<time>-<script>-<id>/")
     add(
@@ -83,8 +107,10 @@ def main(argv: list[str]) -> int:
     from evener.plan.handed import VARIABLE
 
     run_id = command.name_run(request.script, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2))
-    facts = machine.look(os.environ, gpus=not request.cpu)
-    launch = command.decide(request, facts, os.environ, run_id=run_id, cwd=os.getcwd())
+    if given.gpus and request.cpu:
+        raise UsageError(f"--cpu hides the GPUs, and --gpus {given.gpus} asks for some.", fix=["leave one of them out"])
+    gpus, lease = (machine.Gpus(()), None) if request.cpu else take_gpus(given, request.nproc)
+    launch = command.decide(request, machine.look(gpus), os.environ, run_id=run_id, cwd=os.getcwd())
     if given.dry_run:
         print(*(f"# {note}" for note in launch.notes), sep="\n")
         print(f"# logs: {launch.logs}")
@@ -97,7 +123,8 @@ def main(argv: list[str]) -> int:
         raise LaunchError("`evener run` starts processes on Linux and macOS only.", fix=fix)
     from evener.launch.supervise import supervise
 
-    ending = supervise(launch, os.environ)
+    with lease if lease is not None else contextlib.nullcontext():
+        ending = supervise(launch, os.environ)
     if ending.error is not None:
         print(f"evener: {ending.error}", file=sys.stderr)
     return ending.exit_code
@@ -149,9 +176,58 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         module=given.module is not None,
         nproc=None if given.nproc is None else to_count(given.nproc),
         cpu=given.cpu,
+        bind=not given.no_numa,
         logs=given.log_dir,
         tee=given.tee,
         overrides=dict(to_override(word) for word in given.set),
+    )
+
+
+def take_gpus(given: argparse.Namespace, nproc: int | None) -> tuple[Gpus, Lease | None]:
+    """The GPUs of this launch, leased unless it is a dry run or a scheduler granted them."""
+    from evener.gpus import Gpu, leases, look, pick, visible
+    from evener.launch.machine import Gpus
+
+    wish = to_wish(given, nproc)
+    # In here an index is what nvidia-smi shows, and the ranks get the same order.
+    environ = {visible.ORDER: "PCI_BUS_ID", **os.environ}
+    folder = leases.Folder(given.lock_folder or leases.default_path())
+    snapshot = look.look(environ, holder_of=folder.holder)
+    if given.gpus is None:
+        hidden = environ.get(visible.VARIABLE, "unset").strip() in ("", "-1")
+        trouble = snapshot.trouble
+        if hidden or (trouble is not None and not trouble.broken and not trouble.fix):
+            return Gpus(()), None  # there is nothing that could be taken, and nobody asked for it
+        if trouble is not None and nproc is not None:
+            notes = (f"no GPU is chosen and none is leased: {trouble.cause}",)
+            return Gpus(None, trouble.cause, notes=notes), None
+    pick.refuse_trouble(snapshot)
+    if given.dry_run:
+        picked = pick.choose(wish, pick.universe(snapshot, environ))
+        if isinstance(picked, EvenerError):
+            raise picked
+    else:
+        picked = pick.pick(wish, environ, lock_folder=folder.path, say=pick.say_on_stderr)
+    kinds = ", ".join(dict.fromkeys(gpu.name or "no name" for gpu in picked.gpus))
+    names = ", ".join(str(gpu.index) if isinstance(gpu, Gpu) else str(gpu.uuid) for gpu in picked.gpus)
+    nodes = tuple(gpu.numa_node if isinstance(gpu, Gpu) else None for gpu in picked.gpus)
+    held = picked.lease.descriptors if picked.lease is not None else ()
+    return Gpus(picked.uuids, "", f"GPU {names} ({kinds})", nodes, held, picked.notes), picked.lease
+
+
+def to_wish(given: argparse.Namespace, nproc: int | None) -> Wish:
+    from evener.gpus import pick
+
+    wish = pick.parse(given.gpus or "auto")
+    if wish.count is None and not wish.words and nproc is not None and nproc > 0:
+        wish = dataclasses.replace(wish, count=nproc)
+    wait = given.wait
+    return dataclasses.replace(
+        wish,
+        min_free_bytes=pick.parse_size(given.min_free, "--min-free") if given.min_free else 0,
+        model=given.model,
+        share=given.share,
+        wait_seconds=None if wait is None else pick.parse_seconds(wait, "--wait") if wait else float("inf"),
     )
 
 
@@ -160,7 +236,7 @@ def to_count(word: str) -> int:
         return int(word)
     fix = ["--nproc N, a whole number of processes"]
     if word in ("gpu", "auto"):
-        fix = ["leave --nproc out: one process per visible GPU is the default"]
+        fix = ["leave --nproc out: one process per GPU is the default"]
     elif word == "cpu":
         fix = ["--cpu --nproc N: N processes on the CPU"]
     raise UsageError(f"--nproc {word} is not a number.", fix=fix)
@@ -188,6 +264,8 @@ def check_script(path: str) -> None:
     scripts = sorted(one for one in os.listdir(folder or ".") if one.endswith(".py"))
     close = nearest(name, scripts) or nearest(f"{name}.py", scripts)
     fix = [f"evener run {os.path.join(folder, close)}"] if close else []
+    if re.fullmatch(r"\d+\w*", path):
+        fix.append(f"--wait={path} is written with an equals sign, if it is a time")
     if re.fullmatch(r"\w+(\.\w+)+", path) and not path.endswith(".py"):
         fix.append(f"evener run -m {path}, if it is a module")
     raise UsageError(

@@ -370,7 +370,8 @@ def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder, source: str
     found = choose(wish, universe(snapshot, environ))
     if isinstance(found, ShortageError):
         return found
-    lease = folder.take(found.uuids, " ".join(sys.argv))
+    own = os.path.basename(sys.argv[0]) in ("evener", "__main__.py")
+    lease = folder.take(found.uuids, " ".join(["evener" if own else sys.argv[0], *sys.argv[1:]]))
     if lease is None:
         return ShortageError("Somebody took a lease at this moment.")
     again = universe(look.look(environ, source=source), environ)  # an outsider may have started meanwhile

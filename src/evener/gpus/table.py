@@ -30,7 +30,11 @@ def render(snapshot: Snapshot, width: int | None = None, topology: bool = False)
         lines += [" · ".join(head), _row("GPU", "slot", "name", "memory GiB", "util", "temp", "power", "state")]
         for gpu in snapshot.gpus:
             lines += _gpu(gpu, width)
-    lines += [text for note in (*snapshot.visible, *snapshot.notes) for text in textwrap.wrap(note, width)]
+    lines += [
+        text
+        for note in (*snapshot.visible, *snapshot.notes)
+        for text in textwrap.wrap(note, width, break_on_hyphens=False)
+    ]
     if topology:
         lines += ["", *_links(snapshot)]
     return "\n".join(lines) + "\n"

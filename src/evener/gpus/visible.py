@@ -70,7 +70,8 @@ class Visible:
         named |= {part.uuid: f"MIG {gpu.index}.{part.index}" for gpu in gpus for part in gpu.mig if part.uuid}
         pairs = [f"cuda:{i} is {named.get(uuid, 'not known')}" for i, uuid in enumerate(self.slots)]
         text = ", ".join(pairs) if pairs else "no GPU is visible"
-        return [f"{VARIABLE}={self.value}: {text}", *self.because]
+        short = self.value if len(self.value) <= 40 else f"{self.value[:37]}..."
+        return [f"{VARIABLE}={short}: {text}", *self.because]
 
 
 def parse(value: str | None) -> Words:

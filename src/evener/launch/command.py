@@ -10,9 +10,11 @@ ranks all the same (and restarted ranks would read the addresses of dead ones fr
 process group, which uses the file store named in the plan. MASTER_ADDR and MASTER_PORT are still set by the agent:
 a script that calls `init_process_group()` itself gets its store there, and that one does listen.
 
-**GPUs.** All chosen GPUs stay visible to all ranks, as one list: unchanged scripts call
-`torch.cuda.set_device(LOCAL_RANK)`, and NCCL needs to see its peers. One GPU per process by the environment would break
-both. CUDA_DEVICE_ORDER=PCI_BUS_ID makes an index mean what nvidia-smi shows.
+**GPUs.** They were chosen (and leased) before. All of them stay visible to all ranks, as one list: unchanged scripts
+call `torch.cuda.set_device(LOCAL_RANK)`, and NCCL needs to see its peers. One GPU per process by the environment would
+break both. CUDA_DEVICE_ORDER=PCI_BUS_ID makes an index mean what nvidia-smi shows. With one rank per GPU on a machine
+with several memory nodes, a rank is bound to the CPUs of its GPU's node (the shim does it; torchrun's --numa-binding would
+need the program numactl, and starts CUDA in the agent).
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ class Request:
     script: str  # a path, or a module's name when `module` is true
     args: tuple[str, ...] = ()
     module: bool = False
-    nproc: int | None = None  # None: one per visible GPU, or one
+    nproc: int | None = None  # None: one per chosen GPU, or one
     cpu: bool = False
+    bind: bool = True  # ranks to the CPUs near their GPU
     logs: str = os.path.join("runs", "logs")
     tee: str = "rank0"
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -70,6 +73,8 @@ class Launch:
         private: A folder of mode 0700 that lives as long as the job: plan, stores, console pipes.
         logs: The folder of this job's logs, absolute.
         notes: Lines for the user about what was chosen for them.
+        cpus: The CPUs of every rank, where ranks are bound.
+        leased: Descriptors that hold the lease of the GPUs; the agent gets them too.
     """
 
     run_id: str
@@ -80,6 +85,8 @@ class Launch:
     plan: LaunchPlan
     command: Command
     notes: tuple[str, ...] = ()
+    cpus: tuple[tuple[int, ...], ...] = ()
+    leased: tuple[int, ...] = ()
 
 
 def shim_path() -> str:
@@ -116,12 +123,18 @@ def decide(request: Request, machine: Machine, environ: Mapping[str, str], *, ru
         if "ACCELERATE_USE_CPU" not in environ:
             env["ACCELERATE_USE_CPU"] = "true"
     elif machine.gpus.words:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus.words[:nproc])
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus.words)
     notes = [f"{nproc} process{'es' if nproc > 1 else ''} on {_where(request, machine)}{why}"]
+    cpus = _near_cpus(request, machine, nproc)
+    if cpus:
+        notes.append("ranks bound to the CPUs of their GPU's memory node")
     if "OMP_NUM_THREADS" not in environ:
-        threads = max(1, machine.usable_cpus // nproc)
-        env["OMP_NUM_THREADS"] = str(threads)
-        notes.append(f"OMP_NUM_THREADS={threads} ({machine.usable_cpus} usable CPUs // {nproc})")
+        threads, how = machine.usable_cpus // nproc, f"{machine.usable_cpus} usable CPUs // {nproc}"
+        near = min((len(one) // cpus.count(one) for one in cpus), default=threads)
+        if near < threads:
+            threads, how = near, f"{near} CPUs per rank on the smallest memory node"
+        env["OMP_NUM_THREADS"] = str(max(1, threads))
+        notes.append(f"OMP_NUM_THREADS={max(1, threads)} ({how})")
     for name, value in (("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("GLOO_SOCKET_IFNAME", machine.loopback)):
         if name not in environ:
             env[name] = value
@@ -138,12 +151,23 @@ def decide(request: Request, machine: Machine, environ: Mapping[str, str], *, ru
             env,
             unset=tuple(sorted(name for name in environ if name.startswith("PET_"))),
         ),
-        notes=("; ".join(notes),),
+        notes=("; ".join(notes), *machine.gpus.notes),
+        cpus=cpus,
+        leased=machine.gpus.leased,
     )
 
 
+def _near_cpus(request: Request, machine: Machine, nproc: int) -> tuple[tuple[int, ...], ...]:
+    """The CPUs of every rank: those of its GPU's memory node. Empty unless it is clear for all of them."""
+    nodes = machine.gpus.numa_nodes
+    if not request.bind or len(nodes) != nproc or sum(bool(cpus) for cpus in machine.node_cpus.values()) < 2:
+        return ()
+    cpus = tuple(() if node is None else machine.node_cpus.get(node, ()) for node in nodes)
+    return cpus if all(cpus) else ()
+
+
 def _where(request: Request, machine: Machine) -> str:
-    return "the CPU" if request.cpu or machine.gpus.words == () else "GPUs"
+    return "the CPU" if request.cpu or machine.gpus.words == () else machine.gpus.text
 
 
 def _processes(request: Request, machine: Machine) -> tuple[int, str]:
@@ -153,13 +177,13 @@ def _processes(request: Request, machine: Machine) -> tuple[int, str]:
         if request.nproc < 1:
             raise UsageError(
                 f"--nproc {request.nproc}: at least one process is needed.",
-                fix=["--nproc N with N >= 1, or leave it out: one process per visible GPU"],
+                fix=["--nproc N with N >= 1, or leave it out: one process per GPU"],
             )
         if not request.cpu and gpus is not None and request.nproc > max(1, len(gpus)):
             seen = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}" if gpus else "no GPU"
             raise DeviceError(
-                f"--nproc {request.nproc} asks for more processes than there are GPUs: {seen} visible.",
-                evidence=[f"CUDA_VISIBLE_DEVICES leaves: {', '.join(gpus)}"] if gpus else [],
+                f"--nproc {request.nproc} asks for more processes than there are GPUs: {seen} chosen.",
+                evidence=[", ".join(gpus)] if gpus else [],
                 fix=[
                     "add --cpu to run all processes on the CPU",
                     *([f"--nproc {len(gpus)}: two processes on one GPU would share its memory"] if gpus else []),
@@ -174,7 +198,7 @@ def _processes(request: Request, machine: Machine) -> tuple[int, str]:
             evidence=[machine.gpus.unknown_because],
             fix=["say how many processes: --nproc N", "or run on the CPU: --cpu"],
         )
-    return (len(gpus), " (one per visible GPU)") if gpus else (1, " (no GPU visible)")
+    return (len(gpus), "") if gpus else (1, " (no GPU visible)")
 
 
 def _agent(request: Request, machine: Machine, private: str, nproc: int, run_id: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The facts of this machine that a launch is decided from: usable CPUs, visible GPUs, the loopback interface.
+"""The facts of this machine that a launch is decided from: usable CPUs, chosen GPUs, the loopback interface.
 
 Measured once, before the decision, and handed to it as a value; the decision itself reads nothing.
 """
@@ -6,44 +6,70 @@ Measured once, before the decision, and handed to it as a value; the decision it
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that a process started now would see, as words for CUDA_VISIBLE_DEVICES.
+    """The GPUs that were chosen for a launch, in slot order.
 
-    `words` is None when they cannot be counted; `unknown_because` then says why. Nobody guesses.
+    Attributes:
+        words: What goes into CUDA_VISIBLE_DEVICES. None when the GPUs cannot be counted; `unknown_because` then says
+            why. Nobody guesses.
+        text: What the user is told ("GPU 6, 7 (NVIDIA A100-SXM4-80GB)").
+        numa_nodes: The memory node of each; None where it is not known.
+        leased: Descriptors of the lease: whoever has one keeps the claim alive.
     """
 
     words: tuple[str, ...] | None
     unknown_because: str = ""
+    text: str = "GPUs"
+    numa_nodes: tuple[int | None, ...] = ()
+    leased: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch is decided from."""
+    """What a launch is decided from. `node_cpus`: memory node -> its CPUs that this process may use."""
 
     gpus: Gpus
     usable_cpus: int
     loopback: str
     temporary: str
     python: str
+    node_cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def look(environ: Mapping[str, str], *, gpus: bool = True) -> Machine:
-    """This machine now. `gpus=False` does not ask the driver (a `--cpu` launch has no use for the answer)."""
+def look(gpus: Gpus) -> Machine:
+    """This machine now, with the GPUs that were chosen."""
     return Machine(
-        gpus=visible_gpus(environ) if gpus else Gpus(()),
+        gpus=gpus,
         usable_cpus=usable_cpus(),
         loopback="lo0" if sys.platform == "darwin" else "lo",
         temporary=tempfile.gettempdir(),
         python=sys.executable,
+        node_cpus=node_cpus(),
     )
+
+
+def node_cpus(root: str = "/") -> dict[int, tuple[int, ...]]:
+    """The usable CPUs of every memory node (NUMA), by its number; empty where the system has no such thing."""
+    if sys.platform != "linux":
+        return {}
+    found = {}
+    allowed = os.sched_getaffinity(0)
+    for path in glob.glob(os.path.join(root, "sys/devices/system/node/node[0-9]*/cpulist")):
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+            ranges = [part.partition("-") for part in file.read().strip().split(",") if part]
+            cpus = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+            found[int(os.path.basename(os.path.dirname(path)).removeprefix("node"))] = tuple(sorted(cpus & allowed))
+    return found
 
 
 def usable_cpus(root: str = "/") -> int:
@@ -101,52 +127,3 @@ def _quota_v1(folder: str) -> float | None:
     with open(os.path.join(folder, "cpu.cfs_period_us"), encoding="utf-8") as file:
         period = int(file.read())
     return None if quota <= 0 else quota / period
-
-
-def visible_gpus(environ: Mapping[str, str]) -> Gpus:
-    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted without torch.
-
-    The user's own words are kept; without the variable the words are UUIDs, which mean the same in every tool.
-    """
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is not None and not wanted.strip():
-        return Gpus(())
-    uuids, why = _nvml_uuids()
-    if uuids is None:
-        return Gpus(None, why)
-    if not uuids and os.path.exists("/dev/kfd"):
-        return Gpus(None, "this machine has an AMD GPU driver, and only NVIDIA GPUs are counted")
-    if wanted is None:
-        return Gpus(uuids)
-    words: list[str] = []
-    for word in (entry.strip() for entry in wanted.split(",")):
-        # The driver stops reading at the first word that names nothing; what follows is not visible.
-        if word.isdecimal():
-            valid = int(word) < len(uuids)
-        else:
-            valid = word.startswith("MIG-") or any(uuid.startswith(word) for uuid in uuids if word)
-        if not valid:
-            break
-        words.append(word)
-    return Gpus(tuple(words))
-
-
-def _nvml_uuids() -> tuple[tuple[str, ...] | None, str]:
-    """UUIDs in driver order; (None, why) when the driver is there and does not answer."""
-    try:
-        import pynvml  # type: ignore[import-untyped]
-    except ImportError:
-        return (), ""
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        return (), ""  # no driver: no GPU that torch could use
-    except pynvml.NVMLError as error:
-        return None, f"NVML: {error}"
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles), ""
-    except pynvml.NVMLError as error:
-        return None, f"NVML: {error}"
-    finally:
-        pynvml.nvmlShutdown()

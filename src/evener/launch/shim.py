@@ -8,8 +8,9 @@ process that did not ask for it. The script then runs as `python SCRIPT ARGS` wo
 place for good, so classes of the script can be pickled and child processes of any start method find it, also while the
 interpreter shuts down.
 
-JOB.json: {"supervisor": pid, "logs": folder, "console": {"1": path, "2": path}}. The console paths are rank 0's: a
-terminal or a pipe of the supervisor for its descriptors 1 and 2. Every other rank writes both into its own log file.
+JOB.json: {"supervisor": pid, "logs": folder, "console": {"1": path, "2": path}, "cpus": [[0, 1], ...] or []}. The
+console paths are rank 0's: a terminal or a pipe of the supervisor for its descriptors 1 and 2. Every other rank writes
+both into its own log file. `cpus` are those that each rank is bound to.
 
 The record is `rank<N>.json` in the log folder: {"rank", "pid", "started"} at the start, with "ended" added at the end.
 An uncaught exception is recorded as soon as it leaves the script, before exit handlers, thread joins and process-group
@@ -46,6 +47,8 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     die_with_the_launcher(job["supervisor"])
     redirect(job, rank)
+    if job.get("cpus"):  # before any thread is started, so that all of them inherit it
+        os.sched_setaffinity(0, job["cpus"][rank])
     # A crash in C code leaves a Python stack in the log; without it a segmentation fault has no line.
     faulthandler.enable()
     record = Record(os.path.join(job["logs"], f"rank{rank}.json"), rank)

@@ -100,6 +100,7 @@ class _Supervisor:
                     stderr=agent_log,
                     start_new_session=True,
                     preexec_fn=processes.tied_to_parent(signal.SIGTERM),
+                    pass_fds=self.launch.leased,  # if this process is killed, the claim lasts until the ranks are gone
                 )
             try:
                 self._watch()
@@ -110,6 +111,7 @@ class _Supervisor:
 
     def _write_job(self) -> None:
         job = {"supervisor": os.getpid(), "logs": self.launch.logs, "console": self.console.paths()}
+        job["cpus"] = self.launch.cpus
         for name, text in (("job.json", json.dumps(job)), ("plan.json", self.launch.plan.to_json())):
             with open(os.path.join(self.launch.private, name), "w", encoding="utf-8") as file:
                 file.write(text)
