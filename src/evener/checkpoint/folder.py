@@ -10,6 +10,7 @@ from typing import Any
 
 from evener.checkpoint import store
 from evener.checkpoint.agree import on_all, on_main
+from evener.checkpoint.behind import Behind
 from evener.checkpoint.manifest import check
 from evener.errors import CheckpointError, UsageError
 
@@ -33,6 +34,7 @@ class Checkpoints:
             raise UsageError(f"keep={keep!r}: how many checkpoints stay is an integer of at least 1.")
         self.folder = Path(os.path.abspath(folder))
         self.keep = keep
+        self.behind = Behind()
         on_main(self._start)
 
     def path(self, which: int | str) -> Path:
@@ -64,6 +66,28 @@ class Checkpoints:
             return self._prune(int(which) if isinstance(which, int) else None)
 
         return on_main(act)
+
+    def begin(self, which: int, states: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        """`save`, written behind the training: returns when rank 0 has copied the state to its host.
+
+        `behind.outcome` of rank 0 tells later whether it is on the disk: ask for it before the next `begin` or `save`.
+
+        Raises:
+            CheckpointError: on all ranks, for a state that cannot be held.
+        """
+        path = self.path(which)
+
+        def act() -> None:
+            tree, tensors = store.encoded(states, about)
+            kept = self.behind.copied(tensors)
+
+            def write() -> list[str]:
+                store.put(path, tree, kept, about)
+                return self._prune(which)
+
+            self.behind.start(write)
+
+        on_main(act)
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """The numbered checkpoint with the highest number that is whole, every byte checked (by rank 0), or None.

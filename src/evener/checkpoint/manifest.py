@@ -8,12 +8,12 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evener.checkpoint.problems import some
-from evener.checkpoint.tensors import Record
+from evener.checkpoint.tensors import Record, side_by_side
 from evener.errors import CheckpointError
 
 FORMAT, VERSION = "evener checkpoint", 1
@@ -37,9 +37,7 @@ def check(path: Path) -> dict[str, Any]:
         CheckpointError: as `read`.
     """
     manifest = _manifest(path)
-    with ThreadPoolExecutor(min(4, len(manifest["files"]) or 1), "evener-sha256") as pool:
-        for _ in pool.map(lambda item: _check_file(path, *item), manifest["files"].items()):
-            pass
+    side_by_side([partial(_check_file, path, *item) for item in manifest["files"].items()], len(manifest["files"]) > 1)
     return manifest
 
 

@@ -46,14 +46,23 @@ def write(path: str | os.PathLike[str], states: Mapping[str, Any], *, about: Map
     Raises:
         CheckpointError: a state that cannot be held, a disk that is full or refuses, or `path` is something else.
     """
-    path = Path(os.path.abspath(path))
+    put(path, *encoded(states, about), about)
+
+
+def encoded(states: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(JSON tree, tensors by name) of what `write` is given; the tensors are the live ones. Raises as `write`."""
     try:
         json.dumps(about)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"about= of a checkpoint is not JSON: {error}.") from None
     if not all(isinstance(name, str) and name and not name.startswith("$") for name in states):
         raise CheckpointError(f"States have names: strings without a leading $, not {some(map(repr, states))}.")
-    tree, tensors = encode(dict(states))
+    return encode(dict(states))
+
+
+def put(path: str | os.PathLike[str], tree: Any, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
+    """What `write` does once the states are encoded; any thread of one rank."""
+    path = Path(os.path.abspath(path))
     token = secrets.token_hex(4)
     new, aside = (path.with_name(f".{path.name}.{token}.{kind}") for kind in ("tmp", "old"))
     needed = sum(tensor.nbytes for tensor in tensors.values()) + (1 << 16)

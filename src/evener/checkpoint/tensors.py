@@ -1,7 +1,7 @@
 """Safetensors files: written here as a stream, read by the library.
 
 The library's writer wants every tensor of a file on the host at once, does not sync and returns no hash. This one holds
-one tensor at a time (GPU tensors are copied one by one), hashes in a second thread while the disk works, and syncs.
+one tensor at a time (GPU tensors are copied one by one), hashes while the disk works, and syncs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +41,7 @@ CODES = {
     torch.complex64: "C64",
 }
 _PIECE = 1 << 26  # bytes of one write
+_WORTH = 1 << 20  # bytes whose hash is worth a thread
 
 
 class Record(NamedTuple):
@@ -88,19 +91,50 @@ def create(path: Path) -> int:
 def write_pieces(descriptor: int, pieces: Iterable[bytes | memoryview]) -> Record:
     """Write all of them and sync. Does not close the descriptor. Raises OSError as the disk does."""
     total, digest = 0, hashlib.sha256()
-    with ThreadPoolExecutor(1, "evener-sha256") as hasher:
-        for piece in pieces:
-            rest = memoryview(piece)
-            while rest:
-                part = rest[:_PIECE]
-                hashed = hasher.submit(digest.update, part)
-                while part:
-                    part = part[os.write(descriptor, part) :]
-                hashed.result()
-                rest = rest[_PIECE:]
-            total += len(piece)
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            part, rest = rest[:_PIECE], rest[_PIECE:]
+            total += len(part)
+            side_by_side([partial(digest.update, part), partial(_write_all, descriptor, part)], len(part) > _WORTH)
     os.fsync(descriptor)
     return Record(total, digest.hexdigest())
+
+
+def _write_all(descriptor: int, part: memoryview) -> None:
+    while part:
+        part = part[os.write(descriptor, part) :]
+
+
+def side_by_side(actions: Iterable[Callable[[], None]], threads: bool) -> None:
+    """Do all of them, in at most four threads or one after the other; the first error is raised when all have ended.
+
+    Not an executor: those take no work once Python begins to end, which is when a last checkpoint may be written.
+    """
+    if not threads:
+        for action in actions:
+            action()
+        return
+    errors: list[BaseException] = []
+    waiting = deque(actions)
+
+    def work() -> None:
+        while waiting and not errors:
+            try:
+                waiting.popleft()()
+            except IndexError:  # another thread was faster
+                return
+            except BaseException as error:
+                errors.append(error)
+
+    others = [threading.Thread(target=work, name="evener-file") for _ in range(min(4, len(waiting)) - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def open_file(path: Path) -> dict[str, torch.Tensor]:

@@ -29,7 +29,10 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "bad_row": ("a row of the dataset that could not be read", ("row", "error")),
         "unused_parameters": ("parameters that received no gradient", ("names",)),
         "evaluate": ("the means over an evaluation", ("metrics", "rows", "seconds")),
-        "checkpoint": ("a checkpoint was written", ("path", "seconds")),
+        "checkpoint": (
+            "a checkpoint was written; training waited for blocked_seconds",
+            ("path", "seconds", "blocked_seconds"),
+        ),
         "resume": ("the run continues from a checkpoint", ("checkpoint",)),
         "stop": ("the run ends before its last update", ("reason",)),
         "finish": ("the run made its last update", ("updates", "seconds")),

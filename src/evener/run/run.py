@@ -28,7 +28,7 @@ from evener.dist.mix import mix
 from evener.engine import Engine, Update
 from evener.engine.engine import Models, Optimizers
 from evener.engine.step import Part
-from evener.errors import UsageError, show_errors_without_traceback
+from evener.errors import CheckpointError, UsageError, show_errors_without_traceback
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
 from evener.run.epoch import Epoch, Sums
@@ -133,6 +133,8 @@ class Run:
         )
         self.feed.updates_in(0)  # an epoch without any update is refused here, not later
         self.profile = Profile(config.profile, self.device)
+        self._blocked = 0.0  # seconds that the checkpoint begun last kept the training waiting
+        self._not_saved: CheckpointError | None = None  # why the newest checkpoint is not on the disk
         self.saving = Saving(config, self.engine, identity(config, self.engine, source.rows))
         self._begin([*source.notes, *weight_notes])
         self._closed = False
@@ -470,8 +472,9 @@ class Run:
         if self.is_main and self.saving.time_is_up():
             # Clocks differ between ranks: rank 0's decides, and the request travels with the next update.
             self.engine.asks_to_save = 1.0
+        self._landed()
         if save or self.saving.is_due(self.number):
-            self._save(self.number)
+            self._save(self.number, behind=True)
 
     def _save_and_stop(self) -> None:
         reasons = [reason for reason in comm.all_gather(self._stop_reason) if reason]
@@ -590,6 +593,7 @@ class Run:
 
     def load(self, name: str) -> None:
         """Put everything back to the checkpoint saved under `name`, the data position included. Collective."""
+        self._landed(wait=True)
         with self.group.call("load"):
             self._restore(self.saving.read(name))
 
@@ -598,7 +602,10 @@ class Run:
         with self.group.call("export"):
             export_weights(self.engine.model if model is None else model, Path(path))
 
-    def _save(self, name: str | int) -> None:
+    def _save(self, name: str | int, *, behind: bool = False) -> None:
+        """Behind the training: only the copy of the state is waited for, and a disk that fails does not stop it."""
+        self._landed(wait=True)
+        self._not_saved = None  # this one speaks for itself
         began = time.perf_counter()
         position = {
             "cursor": [self.cursor.epoch, self.cursor.offset],
@@ -606,10 +613,31 @@ class Run:
             "epoch": self._epoch_sums.state_dict(),
         }
         with self.group.call("save" if isinstance(name, str) else "the loop's checkpoint"):
-            path, notes = self.saving.write(name, position, self.number)
+            notes = self.saving.write(name, position, self.number, behind=behind)
+        blocked = _since(began)
+        if behind:
+            self._blocked = blocked
+        else:
+            assert self.saving.checkpoints is not None
+            self._saved(self.number, str(self.saving.checkpoints.path(name)), blocked, blocked, notes)
+
+    def _saved(self, number: int, path: str, seconds: float, blocked: float, notes: list[str]) -> None:
         for note in notes:
             self._out.console.say(note)
-        self._out.folder.event("checkpoint", update=self.number - 1, path=path, seconds=_since(began))
+        self._out.folder.event("checkpoint", update=number - 1, path=path, seconds=seconds, blocked_seconds=blocked)
+
+    def _landed(self, *, wait: bool = False) -> None:
+        """Say what became of a checkpoint behind the training. Rank 0 knows; nothing is communicated."""
+        landed = self.saving.landed(wait=wait)
+        if landed is None:
+            return
+        if landed.failed is None:
+            self._saved(landed.number, landed.path, round(landed.seconds, 3), self._blocked, landed.notes)
+            return
+        self._not_saved = landed.failed
+        self._say(
+            f"no checkpoint of update {landed.number}: {landed.failed.cause} Training goes on; earlier ones stay."
+        )
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         position = self.saving.restore(states)
@@ -640,12 +668,17 @@ class Run:
     # ------------------------------------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Read what is still on its way, end data workers, close files. Safe to call twice; no communication."""
+        """Read what is still on its way, end data workers, close files. Safe to call twice; no communication.
+
+        Raises:
+            CheckpointError: on rank 0: the newest checkpoint could not be written behind the training.
+        """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
         self.feed.close()
+        self._landed(wait=True)
         self._mark_finished()
         line = self.profile.stop(self.path, self.rank)  # the loop was left inside of the range
         if line:
@@ -654,6 +687,8 @@ class Run:
             self.engine.close()
         finally:
             self._out.close()
+        if self._not_saved is not None:
+            raise self._not_saved
 
     def __del__(self) -> None:
         # Dropped without close(): memory, files and workers are given back. What the whole process shares (its group,
@@ -670,7 +705,10 @@ class Run:
     def _mark_finished(self) -> None:
         """The loop came to its end and no exception ended the script since: there is nothing to continue."""
         if self._loop_ended and self.is_main and _uncaught() is self._error_before:
-            (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
+            try:
+                (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
+            except OSError as error:
+                self._say(f"{self.path} could not be marked as finished ({error.strerror}): a next run would continue it")
 
     def _must_be_open(self) -> None:
         if self._closed:
@@ -683,7 +721,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._loop_ended = False
+            self._loop_ended, self._not_saved = False, None  # one error is enough
         if error is not None and not isinstance(error, SystemExit):
             self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
         self.close()

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -15,9 +15,19 @@ from evener.config import Config
 from evener.config_checks import seconds_of
 from evener.dist import comm
 from evener.engine import Engine
-from evener.errors import UsageError
+from evener.errors import CheckpointError, UsageError
 from evener.report.folder import in_use
 from evener.run.resume import FINISHED, differences, refuse, siblings
+
+
+class Landed(NamedTuple):
+    """The end of a write behind the training."""
+
+    number: int
+    path: str
+    seconds: float
+    notes: list[str]
+    failed: CheckpointError | None
 
 
 class Saving:
@@ -36,6 +46,7 @@ class Saving:
         self.every_seconds = seconds_of(every) if isinstance(every, str) else None
         self.saved_at = (0, time.monotonic())
         self.checkpoints: Checkpoints | None = None
+        self._begun = (0, 0.0)
 
     def find(self, wanted: Path, is_main: bool) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
         """(directory to continue, its state, lines to show). Newest first. Rank 0's disk decides for all.
@@ -100,8 +111,8 @@ class Saving:
         if name in self.waiting:
             thing.load_state_dict(self.waiting.pop(name))
 
-    def write(self, name: str | int, position: Mapping[str, Any], number: int) -> tuple[str, list[str]]:
-        """Returns where it was written, and lines to show."""
+    def write(self, name: str | int, position: Mapping[str, Any], number: int, *, behind: bool) -> list[str]:
+        """Write it, or with `behind` begin to. Returns lines to show. The one before must have landed."""
         assert self.checkpoints is not None
         states = {
             "engine": self.engine.state_dict(),
@@ -115,10 +126,26 @@ class Saving:
             "run": {**position, "state": self.state},
         }
         about = {"update": number, "identity": self.identity, "fingerprint": self.engine.fingerprint()}
-        notes = self.checkpoints.save(name, states, about)
         if isinstance(name, int):
             self.saved_at = (number, time.monotonic())
-        return str(self.checkpoints.path(name)), notes
+        if behind and isinstance(name, int):
+            began = time.monotonic()
+            self.checkpoints.begin(name, states, about)
+            self._begun = (name, began)
+            return []
+        return self.checkpoints.save(name, states, about)
+
+    def landed(self, *, wait: bool) -> Landed | None:
+        """What became of the checkpoint that was begun; None when there is none, or (unless `wait`) not yet. Rank 0."""
+        if self.checkpoints is None:
+            return None
+        outcome = self.checkpoints.behind.outcome(wait=wait)
+        if outcome is None:
+            return None
+        number, began = self._begun
+        failed = outcome if isinstance(outcome, CheckpointError) else None
+        notes = [] if isinstance(outcome, CheckpointError) else outcome
+        return Landed(number, str(self.checkpoints.path(number)), time.monotonic() - began, notes, failed)
 
     def read(self, name: str) -> Mapping[str, Any]:
         assert self.checkpoints is not None
