@@ -45,6 +45,7 @@ def test_defaults():
         "collate_fn": None,
         "num_workers": "auto",
         "prepare": None,
+        "stream": None,
         "on_bad_sample": "raise",
         "seed": 0,
         "loss_is": None,

@@ -302,7 +302,7 @@ def test_a_worker_that_dies_does_not_interrupt_the_step_but_the_next_wait():
     one = feed(Plain(640), workers=2)
     portions = one.portions(Cursor())
     next(portions)
-    os.kill(one._workers._iterator._workers[1].pid, signal.SIGKILL)
+    os.kill(one._delivery.workers._iterator._workers[1].pid, signal.SIGKILL)
     end = time.monotonic() + 0.3
     while time.monotonic() < end:  # a training step: torch's own handler would raise in here
         pass
@@ -310,7 +310,7 @@ def test_a_worker_that_dies_does_not_interrupt_the_step_but_the_next_wait():
         next(portions)
     # Other DataLoaders of the user are still watched by torch, and a new pass gets new workers.
     assert rows_of(one.portions(Cursor(), epochs=1)) == read(Plain(640), epochs=1)
-    os.kill(one._workers._iterator._workers[0].pid, signal.SIGKILL)
+    os.kill(one._delivery.workers._iterator._workers[0].pid, signal.SIGKILL)
     time.sleep(0.1)
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         next(one.portions(Cursor()))
@@ -328,7 +328,7 @@ def test_a_hanging_worker_is_named_with_the_rows_waited_for():
     one = feed(Slow(64), kind="sequential", workers=2, timeout=0.7)
     portions = one.portions(Cursor())
     next(portions)
-    pids = [p.pid for p in one._workers._iterator._workers]
+    pids = [p.pid for p in one._delivery.workers._iterator._workers]
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         next(portions)
@@ -374,12 +374,12 @@ def test_an_older_pass_ends_when_a_newer_one_begins():
 def a_rank(pipe, by_signal: bool) -> None:
     """A rank with two workers, one of them stuck in a row."""
     one = feed(Slow(64), kind="sequential", workers=2)
-    loader = one._workers._loader
+    loader = one._delivery.workers._loader
     assert loader.worker_init_fn.by_signal
     loader.worker_init_fn = dataclasses.replace(loader.worker_init_fn, by_signal=by_signal)
     portions = one.portions(Cursor())
     next(portions)
-    pipe.send([p.pid for p in one._workers._iterator._workers])
+    pipe.send([p.pid for p in one._delivery.workers._iterator._workers])
     time.sleep(1000)
 
 

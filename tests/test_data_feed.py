@@ -405,7 +405,9 @@ class AboutWorkers(Plain):
 def test_workers_are_kept_between_passes_and_run_one_thread():
     started = []
     one = feed(AboutWorkers(32), workers=2)
-    one._workers._loader.worker_init_fn = dataclasses.replace(one._workers._loader.worker_init_fn, then=started.append)
+    one._delivery.workers._loader.worker_init_fn = dataclasses.replace(
+        one._delivery.workers._loader.worker_init_fn, then=started.append
+    )
     passes = [rows_of(one.portions(Cursor(e, 0), epochs=1)) for e in range(3)]
     pids = [{row[1] for update in rows for row in update} for rows in passes]
     assert pids[0] == pids[1] == pids[2] and len(pids[0]) == 2

@@ -106,6 +106,36 @@ def rows(batch: Any, split: Split | None = None) -> int:
     return count
 
 
+def counted(batch: Any, expected: int, split: Split | None = None) -> int | None:
+    """How many rows a batch seems to hold, where `expected` are; None where that cannot be said.
+
+    A list or tuple of `expected` things anywhere in it (images of different sizes, their targets), a graph, or tensors
+    that disagree (packed sequences) say nothing against it.
+    """
+    if _is_pair(batch) and batch[0].ndim and batch[1].ndim:
+        x, y = batch
+        return x.shape[0] if x.shape[0] == y.shape[0] else None
+    if split is not None:
+        return None
+    lengths = dict(_lists(batch))  # length -> whether it must be one of rows
+    if lengths:
+        rows = next((length for length, of_rows in lengths.items() if of_rows), None)
+        if expected in lengths or rows is not None:
+            return rows
+    sizes = {leaf.shape[0] for _, leaf in leaves(batch) if leaf.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _lists(batch: Any) -> Iterator[tuple[int, bool]]:
+    """(length, whether it holds dicts: one for each row) of every list and tuple in the batch."""
+    if isinstance(batch, torch.Tensor):
+        return
+    if isinstance(batch, list | tuple):
+        yield len(batch), any(isinstance(one, Mapping) for one in batch)
+    for _, child in _children(batch):
+        yield from _lists(child)
+
+
 def part(batch: Any, start: int, stop: int, split: Split | None = None) -> Any:
     """Rows start..stop-1 as views (no copy); with `split`, what it returns."""
     if split is not None:

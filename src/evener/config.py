@@ -64,6 +64,7 @@ class RunKeywords(TypedDict, total=False):
     collate_fn: Callable[[list[Any]], Any] | None
     num_workers: int | Literal["auto"]
     prepare: Callable[[Any, Any], Any] | None
+    stream: Literal["split", "mine"] | None
     on_bad_sample: Literal["raise", "skip"]
     seed: int
     loss_is: Literal["row mean"] | None
@@ -107,6 +108,7 @@ class Config:
     collate_fn: Callable[[list[Any]], Any] | None = field(default=None, metadata=_function("batch", "f(rows)"))
     num_workers: int | Literal["auto"] = field(default="auto", metadata=_row("batch", checks.workers))
     prepare: Callable[[Any, Any], Any] | None = field(default=None, metadata=_function("batch", "f(batch, generator)"))
+    stream: str | None = field(default=None, metadata=_row("batch", checks.word("split", "mine", none=True)))
     on_bad_sample: str = field(default="raise", metadata=_row("batch", checks.word("raise", "skip")))
     seed: int = field(default=0, metadata=_row("batch", checks.whole(0, "a whole number from 0")))
     loss_is: str | None = field(default=None, metadata=_row("batch", checks.word("row mean", none=True)))

@@ -12,17 +12,35 @@ A cursor may stand at any offset, not only at multiples of G: a run may resume w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from evener.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """Where one rank's reading of a stream stands: after `rows` rows of its own of the epoch, all of them used by
+    updates. state: the dataset's `state_dict` there, if it has one. after: a checksum of the row that came next.
+    ended: the epoch has no more rows on this rank.
+    """
+
+    rows: int = 0
+    state: Any = None
+    after: int | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where the next update starts: the epoch, and how many rows of its order are already used."""
+    """Where the next update starts: the epoch, and how many rows of its order are already used.
+
+    `mark` is beside the two integers, for streams only: how this rank gets there.
+    """
 
     epoch: int = 0
     offset: int = 0
+    mark: Mark | None = field(default=None, compare=False)
 
 
 def updates_in(length: int, global_batch_size: int, drop_last: bool) -> int:

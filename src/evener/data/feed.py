@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from evener.data.columns import Columns
 from evener.data.cursor import Cursor, following, no_update, rows_at, updates_in
+from evener.data.delivery import Delivery
 from evener.data.order import Indices, Order
 from evener.data.processes import automatic_count
 from evener.data.read import GatherReader, Job, Loaded, RowReader
 from evener.data.source import Collate, Source
-from evener.data.transfer import Transfer, ahead
-from evener.data.workers import Reader, Workers
+from evener.data.workers import Reader
 from evener.errors import BatchSizeError, UsageError, one_of
 
 Cut = Callable[[int], Sequence[tuple[int, int]]]
@@ -45,8 +46,9 @@ class Portion:
     """One rank's part of one update.
 
     `cursor` is where the update starts and `next` where the one after it does: save that one. `rows` counts the rows of
-    the whole global batch, over all ranks, as the order gives them. `skipped` are the rows of this rank that could not
-    be read, (index, error text) each.
+    the whole global batch, over all ranks, as the order gives them; `planned` those that it was cut for, more only
+    where a rank's own stream has run dry. `skipped` are the rows of this rank that could not be read, (index, error
+    text) each. A stream has no `order`: its ids are positions.
     """
 
     cursor: Cursor
@@ -54,12 +56,14 @@ class Portion:
     rows: int
     pieces: tuple[Piece, ...]
     ends_epoch: bool
-    skipped: tuple[tuple[int, str], ...]
-    order: Order = field(repr=False)
+    planned: int
+    skipped: tuple[tuple[int, str], ...] = ()
+    order: Order | None = field(default=None, repr=False)
 
     def ids(self) -> Indices:
         """Row indices (int64, [rows]) of the whole global batch, over all ranks; computed on demand."""
-        return self.order.indices(self.cursor.epoch, self.cursor.offset, self.cursor.offset + self.rows)
+        start, stop = self.cursor.offset, self.cursor.offset + self.rows
+        return np.arange(start, stop) if self.order is None else self.order.indices(self.cursor.epoch, start, stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,20 +136,16 @@ class Feed:
                 f"num_workers={num_workers!r} is not a number of processes.",
                 fix=['num_workers="auto", or 0, 1, 2, ...'],
             )
-        timeout = timeout if timeout is not None else source.timeout or 300.0
-        if timeout <= 0:
-            raise UsageError(f"timeout={timeout!r}: seconds to wait for a data worker.", fix=["timeout=300"])
         if order.rows != source.rows:
             raise UsageError(
                 f"an order of {order.rows} rows for a dataset of {source.rows}.", fix=["Order(source.rows)"]
             )
         self.source, self.order = source, order
         self.global_batch_size, self.drop_last = global_batch_size, drop_last
-        self.rank, self.world_size, self.device = rank, world_size, device
-        self._cut, self._inspect = cut, inspect
+        self.rank, self.world_size, self._cut = rank, world_size, cut
         collate_fn = collate_fn if collate_fn is not None else source.collate_fn
         gather = isinstance(source.dataset, Columns) and collate_fn is None
-        self._reader: Reader = (
+        reader: Reader = (
             GatherReader(source.dataset)
             if gather
             else RowReader(source.dataset, collate_fn, skip=on_bad_sample == "skip", seed=seed)
@@ -154,19 +154,13 @@ class Feed:
             automatic = automatic_count(source.in_memory, local_world_size or world_size)
             num_workers = 0 if gather else automatic if source.num_workers is None else source.num_workers
         self.num_workers = num_workers
-        self._transfer = None if device.type == "cpu" else Transfer(device)
-        self._workers: Workers | None = None
-        if num_workers:
-            self._workers = Workers(
-                self._reader,
-                count=num_workers,
-                timeout=timeout,
-                seed=seed,
-                prefetch=source.prefetch_factor,
-                pin=device.type == "cuda",
-                worker_init_fn=source.worker_init_fn,
-                context=source.multiprocessing_context,
-            )
+        self._delivery = Delivery(
+            reader, source, num_workers=num_workers, timeout=timeout, seed=seed, device=device, inspect=inspect
+        )
+
+    def length(self, epoch: int) -> int:
+        """How many rows a whole epoch has."""
+        return self.order.length(epoch)
 
     def updates_in(self, epoch: int) -> int:
         """How many updates a whole epoch has."""
@@ -185,29 +179,12 @@ class Feed:
             DataError: a row that cannot be read, an epoch without any update, a cursor outside of its epoch.
             WorkerError: a data worker died, or hangs for `timeout` seconds.
         """
-        steps = self._steps(cursor, epochs, updates)
-        loaded = self._reader.read_all(steps) if self._workers is None else self._workers.read(steps)
-        if self._transfer is None:
-            for step, result in loaded:
-                self._look(result)
-                yield self._portion(step, result)
-            return
-        transfer = self._transfer
-
-        def start(item: tuple[_Step, Loaded, Any]) -> tuple[_Step, Loaded, Any]:
-            step, result, _ = item
-            self._look(result)
-            result.batches, event = transfer.start(result.batches)
-            return step, result, event
-
-        for step, result, event in ahead(((step, result, None) for step, result in loaded), start):
-            result.batches = transfer.finish(result.batches, event)
+        for step, result in self._delivery.results(self._steps(cursor, epochs, updates)):
             yield self._portion(step, result)
 
     def close(self) -> None:
         """End the workers, if there are any. Portions already delivered stay valid."""
-        if self._workers is not None:
-            self._workers.close()
+        self._delivery.close()
 
     def _steps(self, cursor: Cursor, epochs: int | None, updates: int | None) -> Iterator[_Step]:
         order, size, drop_last = self.order, self.global_batch_size, self.drop_last
@@ -245,16 +222,10 @@ class Feed:
             expected = stop
         return cut[0][0], expected
 
-    def _look(self, result: Loaded) -> None:
-        if self._inspect is not None:
-            for batch in result.batches:
-                if batch is not None:
-                    self._inspect(batch)
-
     def _portion(self, step: _Step, result: Loaded) -> Portion:
         pieces = tuple([Piece(start, stop, n, b) for (start, stop), n, b in zip(step.cut, result.rows, result.batches)])
         ends = step.next.epoch != step.cursor.epoch
-        return Portion(step.cursor, step.next, step.rows, pieces, ends, result.skipped, self.order)
+        return Portion(step.cursor, step.next, step.rows, pieces, ends, step.rows, result.skipped, self.order)
 
 
 class _Block:

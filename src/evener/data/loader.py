@@ -25,8 +25,8 @@ _MIX = "from evener.dist.mix import mix"
 _GENERATOR = "generator=torch.Generator().manual_seed(mix(seed, epoch))"
 
 
-def order_of(loader: DataLoader[Any], rows: int) -> str:
-    """The order word that the loader's sampler means.
+def order_of(loader: DataLoader[Any], rows: int | None) -> str | None:
+    """The order word that the loader's sampler means; None for a stream (`rows` is None), which has no sampler.
 
     Raises:
         DataError: a batch sampler, `batch_size=None`, or a sampler other than sequential or random over all rows.
@@ -37,6 +37,8 @@ def order_of(loader: DataLoader[Any], rows: int) -> str:
             "the DataLoader has batch_size=None: its dataset returns whole batches, and evener needs rows.",
             fix=["give a dataset whose items are single rows; global_batch_size makes the batches"],
         )
+    if rows is None:
+        return None
     if type(batches) is not BatchSampler:
         raise DataError(
             f"the DataLoader has its own batch sampler ({type(batches).__name__}); evener cuts the batches itself.",
@@ -90,7 +92,7 @@ def _recipe(sampler: object) -> list[str]:
     ]
 
 
-def ignored(loader: DataLoader[Any], gathered: bool) -> list[str]:
+def ignored(loader: DataLoader[Any], gathered: bool, stream: bool) -> list[str]:
     """What the loader says and evener decides otherwise, one line each; `gathered`: the data is tensors in memory."""
     notes = [f"the DataLoader's batch_size={loader.batch_size} is not used: global_batch_size decides"]
     if loader.drop_last:
@@ -99,6 +101,8 @@ def ignored(loader: DataLoader[Any], gathered: bool) -> list[str]:
         notes.append(
             f"the DataLoader's num_workers={loader.num_workers} is not used: tensors in memory are gathered here"
         )
+    if stream and loader.num_workers > 1:
+        notes.append(f"the DataLoader's num_workers={loader.num_workers} is 1: a stream has one reader per rank")
     if loader.generator is not None:
         notes.append("the DataLoader's generator is not used: the order comes from (seed, epoch)")
     return notes

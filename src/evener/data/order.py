@@ -7,6 +7,7 @@ asked for, and any range of any epoch can be had without the ranges before it: a
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -105,8 +106,16 @@ def _rounds(x: npt.NDArray[np.uint64], high_bits: int, low_bits: int, keys: list
 
 
 def _checked(function: Any, seed: int, epoch: int, rows: int) -> Indices:
-    given = function(seed, epoch)
     what = f"order(seed={seed}, epoch={epoch})"
+    try:
+        given = function(seed, epoch)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this call
+        raise DataError(
+            f"{what} failed: {type(error).__name__}: {error}",
+            evidence=[f"at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}"] if frames else [],
+            fix=["order= is a function of (seed, epoch) that returns row numbers"],
+        ) from error
     fix = [f"return a flat list, array or tensor of integers from 0 to {rows - 1}"]
     try:
         array = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)

@@ -149,7 +149,8 @@ class RowReader:
             for start, stop in job.bounds:
                 part = [row for row in rows[start:stop] if row is not _Missing]
                 counts.append(len(part))
-                batches.append(self._collate(part, job, start, stop) if part else None)
+                ids, at = job.ids[start:stop], job.start + start
+                batches.append(put_together(part, self.collate_fn, self.seed, job.epoch, at, ids) if part else None)
             return Loaded(batches, counts, skipped)
         finally:
             before.restore()
@@ -180,7 +181,7 @@ class RowReader:
             raise DataError(
                 f"{type(self.dataset).__name__}.__getitems__ failed for rows that can be read one by one"
                 f" (epoch {job.epoch}): {type(failure).__name__}: {failure}",
-                evidence=[f"rows {listed(job.ids)}", *_where(failure)],
+                evidence=[f"rows {listed(job.ids)}", *where(failure)],
                 fix=["mend __getitems__", "or remove it: rows are then read one by one"],
             ) from failure
         return rows, skipped
@@ -210,20 +211,27 @@ class RowReader:
                 rows.append(_Missing)
         return rows, tuple(skipped)
 
-    def _collate(self, rows: list[Any], job: Job, start: int, stop: int) -> Any:
-        try:
-            if self.collate_fn is None:
-                return default_collate(rows)
-            rng.seed_all(mix(self.seed, job.epoch, job.start + start, _COLLATE))
-            return self.collate_fn(rows)
-        except Exception as error:
-            name = "default_collate" if self.collate_fn is None else getattr(self.collate_fn, "__name__", "collate_fn")
-            raise DataError(
-                f"{len(rows)} rows could not be put together by {name} (epoch {job.epoch}):"
-                f" {type(error).__name__}: {error}",
-                evidence=[f"rows {listed(job.ids[start:stop])}", f"the first is {_shape(rows[0])}", *_where(error)],
-                fix=["let the dataset return rows of one shape", "or pass a collate_fn that pads them"],
-            ) from error
+
+def put_together(
+    rows: list[Any], collate_fn: Collate | None, seed: int, epoch: int, position: int, ids: Indices
+) -> Any:
+    """A batch of rows: by `default_collate`, or by the user's function under seeds from (seed, epoch, position).
+
+    Raises:
+        DataError: rows that do not go together; `ids` names them.
+    """
+    try:
+        if collate_fn is None:
+            return default_collate(rows)
+        rng.seed_all(mix(seed, epoch, position, _COLLATE))
+        return collate_fn(rows)
+    except Exception as error:
+        name = "default_collate" if collate_fn is None else getattr(collate_fn, "__name__", "collate_fn")
+        raise DataError(
+            f"{len(rows)} rows could not be put together by {name} (epoch {epoch}): {type(error).__name__}: {error}",
+            evidence=[f"rows {listed(ids)}", f"the first is {_shape(rows[0])}", *where(error)],
+            fix=["let the dataset return rows of one shape", "or pass a collate_fn that pads them"],
+        ) from error
 
 
 class _Missing:
@@ -241,12 +249,12 @@ def _several(dataset: Any) -> Callable[[list[int]], Any] | None:
 def _bad_row(i: int, epoch: int, error: Exception) -> DataError:
     return DataError(
         f"row {i} of the dataset could not be read (epoch {epoch}): {type(error).__name__}: {error}",
-        evidence=_where(error),
+        evidence=where(error),
         fix=[f"dataset[{i}] shows it", 'on_bad_sample="skip" leaves such rows out, and names them'],
     )
 
 
-def _where(error: Exception) -> list[str]:
+def where(error: Exception) -> list[str]:
     """The innermost line of the error, when it is not one of this module's."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     return [f"at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}"] if frames else []
@@ -264,5 +272,5 @@ def _shape(row: Any) -> str:
 
 def listed(ids: Indices, most: int = 16) -> str:
     """Row ids for a message: the first few, and how many more."""
-    text = ", ".join(map(str, ids[:most].tolist()))
+    text = ", ".join(map(str, ids[:most].tolist())) if len(ids) else "that come next in the stream"
     return text if len(ids) <= most else f"{text} and {len(ids) - most} more"

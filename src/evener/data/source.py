@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from evener.data import loader as loaders
 from evener.data.columns import Columns
-from evener.errors import DataError
+from evener.errors import DataError, UsageError, refuse_prepared
 
 Collate = Callable[[list[Any]], Any]
 
@@ -22,12 +22,14 @@ Collate = Callable[[list[Any]], Any]
 class Source:
     """A dataset that is ready to be read.
 
-    `dataset` has a length and rows; when it is a `Columns`, whole batches are one gather. `order`, `collate_fn` and the
-    worker settings are what a DataLoader said, None where it said nothing. `notes` are lines worth telling the user.
+    `dataset` has a length and rows, or is a stream, which can only be iterated; when it is a `Columns`, whole batches
+    are one gather. `order`, `collate_fn` and the worker settings are what a DataLoader said, None where it said
+    nothing. `notes` are lines worth telling the user.
     """
 
     dataset: Any
-    rows: int
+    rows: int  # 0 for a stream
+    stream: bool = False
     order: str | None = None
     collate_fn: Collate | None = None
     num_workers: int | None = None
@@ -46,40 +48,66 @@ class Source:
         return isinstance(inner, Columns | list | tuple)
 
 
-def source_of(data: Any) -> Source:
+def source_of(data: Any, stream: str | None = None) -> Source:
     """Accept what the user calls data.
 
     Taken: a map-style dataset (`__len__` and `__getitem__`, `__getitems__` when it has one), a TensorDataset or a
-    Subset of one, one tensor or array, a tuple or a dict of tensors or arrays whose first dimension is the rows, and
-    a DataLoader (for its dataset, collate_fn and workers).
+    Subset of one, one tensor or array, a tuple or a dict of tensors or arrays whose first dimension is the rows, a
+    DataLoader (for its dataset, collate_fn and workers), and with `stream` ("split" or "mine") a stream.
 
     Raises:
-        DataError: empty, of unequal lengths, a stream, a foreign sampler, or not a dataset at all.
+        DataError: empty, of unequal lengths, a stream without `stream`, a foreign sampler, or not a dataset at all.
+        UsageError: `stream` for what is none.
     """
     if isinstance(data, Source):
         return data
-    if not isinstance(data, DataLoader):
-        dataset, rows = _dataset(data)
-        return Source(dataset, rows)
-    dataset, rows = _dataset(data.dataset)
-    collate: Any = None if data.collate_fn is default_collate else data.collate_fn
+    refuse_prepared("DataLoader", data, "the dataset itself, loader.dataset", DataError)
+    loader = data if isinstance(data, DataLoader) else None
+    inner = data if loader is None else loader.dataset
+    streams = is_stream(inner)
+    if streams and stream is None:
+        raise DataError(
+            f"{type(inner).__name__} is a stream: it can be iterated, but has no row 0 to go back to.",
+            fix=[
+                'stream="split": every rank reads all of it and keeps its rows',
+                'stream="mine": it gives each rank rows of its own (sharded by evener.rank() and world_size())',
+                "or give a map-style dataset (__len__ and __getitem__); a stream that fits in memory: list(stream)",
+            ],
+        )
+    if stream is not None and not streams:
+        raise UsageError(
+            f'stream="{stream}" is for what can only be iterated; a {type(inner).__name__} has rows with numbers.',
+            fix=["leave stream= out: every row is read once, on any number of processes"],
+        )
+    dataset, rows = (inner, 0) if streams else _dataset(inner)
+    if loader is None:
+        return Source(dataset, rows, streams)
+    collate: Any = None if loader.collate_fn is default_collate else loader.collate_fn
+    gathered = isinstance(dataset, Columns) and collate is None
     return Source(
         dataset,
         rows,
-        order=loaders.order_of(data, rows),
+        streams,
+        order=loaders.order_of(loader, None if streams else rows),
         collate_fn=collate,
-        num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor,
-        timeout=data.timeout or None,
-        worker_init_fn=data.worker_init_fn,
-        multiprocessing_context=data.multiprocessing_context,
-        notes=tuple(loaders.ignored(data, gathered=isinstance(dataset, Columns) and collate is None)),
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        timeout=loader.timeout or None,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        notes=tuple(loaders.ignored(loader, gathered=gathered, stream=streams)),
     )
+
+
+def is_stream(data: Any) -> bool:
+    """Whether data can be iterated and has no rows with numbers; a DataLoader is what its dataset is."""
+    if isinstance(data, DataLoader):
+        data = data.dataset
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
 
 
 def _dataset(data: Any) -> tuple[Any, int]:
     """The dataset to read from, as columns where it is tensors in memory, and how many rows it has."""
-    _refuse_stream(data)
     columns = _columns(data)
     if columns is None and (isinstance(data, Mapping | tuple | str | bytes) or not hasattr(data, "__getitem__")):
         raise _no_dataset(data)
@@ -89,6 +117,11 @@ def _dataset(data: Any) -> tuple[Any, int]:
         raise DataError(
             f"{type(data).__name__} has no length.", fix=["define __len__: how many rows the dataset has"]
         ) from None
+    except Exception as error:  # such as a negative one
+        raise DataError(
+            f"{type(data).__name__}.__len__ failed: {type(error).__name__}: {error}.",
+            fix=["return how many rows the dataset has, an integer from 1"],
+        ) from error
     if rows < 1:
         raise DataError(f"the dataset is empty ({type(data).__name__}).", fix=["give a dataset with at least one row"])
     return data if columns is None else columns, rows
@@ -104,17 +137,6 @@ def _no_dataset(data: Any) -> DataError:
         fix = ["columns: make every part a tensor", "rows: pass a list of rows"]
     accepted = "accepted: a Dataset with __len__ and __getitem__, a DataLoader, a tensor, a tuple or dict of tensors"
     return DataError(f"a {type(data).__name__} is not a dataset.", evidence=evidence, fix=[*fix, accepted])
-
-
-def _refuse_stream(data: Any) -> None:
-    """Streams are not read yet; the one place that says so, and where they will come in."""
-    stream = isinstance(data, IterableDataset)
-    if stream or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
-        raise DataError(
-            f"{type(data).__name__} is a stream: it can be iterated, but has no row 0 to go back to.",
-            evidence=["streams need stream=, which comes with the next version"],
-            fix=["give a map-style dataset (__len__ and __getitem__)", "a stream that fits in memory: list(stream)"],
-        )
 
 
 def _columns(data: Any) -> Columns | None:

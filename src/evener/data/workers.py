@@ -35,12 +35,12 @@ _POLL_SECONDS = 0.5
 
 
 class Reader(Protocol):
-    """What reads a job: a `GatherReader` or a `RowReader`."""
+    """What reads a job: a `GatherReader`, a `RowReader` or a `StreamReader`."""
 
-    def read(self, job: Job) -> Loaded:
+    def read(self, job: Any) -> Loaded:
         """The job's batches."""
 
-    def read_all(self, steps: Iterator[AnyStep]) -> Iterator[tuple[AnyStep, Loaded]]:
+    def read_all(self, steps: Iterator[Any]) -> Iterator[tuple[Any, Loaded]]:
         """Each step with the batches of its job."""
 
 

@@ -125,6 +125,15 @@ def all_gather(value: Any) -> list[Any]:
     return [_from_bytes(part) for part in _gather_bytes(_to_bytes(value, "all_gather"))]
 
 
+def all_gather_integers(values: Sequence[int]) -> list[list[int]]:
+    """Every rank's list of integers, in rank order, on every rank: one collective. As many integers on every rank."""
+    mine = torch.tensor(values, dtype=torch.int64, device=_wire())
+    parts = torch.empty(dist.get_world_size() * len(values), dtype=torch.int64, device=mine.device)
+    dist.all_gather_into_tensor(parts, mine)
+    every: list[list[int]] = parts.view(-1, len(values)).tolist()
+    return every
+
+
 def gather(value: Any, dst: int = 0) -> list[Any] | None:
     """Every rank's value, in rank order, on `dst`; None elsewhere."""
     values = all_gather(value)

@@ -364,6 +364,11 @@ class Engine:
         """Whether some loss is, or may turn out to be, a plain scalar that must not meet labels of -100."""
         return any(target.scalar is not False and target.loss_is is None for target in self.targets.values())
 
+    @property
+    def rows_weigh(self) -> bool:
+        """Whether some loss is known to be a plain scalar, which counts by its rows."""
+        return any(target.scalar for target in self.targets.values())
+
     def note_ignored_labels(self) -> None:
         """A batch's `labels` hold -100: refused for targets whose loss is a plain scalar."""
         for target in self.targets.values():

@@ -54,10 +54,19 @@ class Schedule:
                 fix=["make the schedule from the same optimizer object"],
             )
 
-    def build(self, total: int) -> None:
-        """Make the schedule, once the number of steps it is for is known. A second call does nothing."""
+    def build(self, total: int | None) -> None:
+        """Make the schedule, once the number of steps it is for is known. A second call does nothing.
+
+        Raises:
+            UsageError: nobody knows it (None): the epochs of a stream.
+        """
         if self.maker is None:
             return
+        if total is None:
+            raise UsageError(
+                "scheduler= is a function of (optimizer, total updates), and the length of a stream is not known.",
+                fix=["run.updates(updates=50_000) says it", "or pass the schedule itself, made for as many steps"],
+            )
         maker, self.maker = self.maker, None
         groups = self.optimizer.param_groups
         before = [{key: value for key, value in group.items() if key != "params"} for group in groups]

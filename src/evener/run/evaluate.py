@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from evener.batch import aligned
-from evener.data import Cursor, Feed, Order, source_of
+from evener.data import Cursor, is_stream, make_feed, source_of
 from evener.dist import Group, comm
 from evener.engine.cut import Cut
 from evener.engine.mean import Mean, total_of
@@ -72,7 +72,8 @@ class Walk:
         seed: int,
         exact: bool,
     ) -> None:
-        source = source_of(data)
+        # A stream is read by every rank, and each keeps its chunks.
+        source = source_of(data, "split" if is_stream(data) else None)
         self.module, self.rows, self.randomness = module, source.rows, randomness
         self.autocast: Autocast = autocast if autocast is not None else contextlib.nullcontext
 
@@ -80,9 +81,10 @@ class Walk:
         # Fixed chunks of the dataset, whoever computes one: in exact mode its values do not depend on the world size.
         cut = Cut(group.rank, group.world_size, None, batch_size).pieces
         self.batch_size = batch_size
-        self.feed = Feed(
+        self.feed = make_feed(
             source,
-            Order(source.rows, seed, "sequential"),
+            stream="split",
+            order=None if source.stream else "sequential",
             global_batch_size=batch_size * group.world_size,
             drop_last=False,
             rank=group.rank,
@@ -100,6 +102,7 @@ class Walk:
         try:
             with no_trace(self.module, self.randomness):
                 for portion in self.feed.portions(Cursor(), epochs=1):
+                    self.rows = portion.cursor.offset + portion.rows
                     for piece in portion.pieces:
                         at = portion.cursor.offset + piece.start
                         self.randomness.begin_piece(-1, at // self.batch_size)

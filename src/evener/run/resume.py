@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
+from evener.checkpoint.encode import decode, encode
 from evener.config import Config
+from evener.data import Cursor, Mark
+from evener.dist import comm
 from evener.engine import Engine
 from evener.errors import UsageError
 
 FINISHED = "finished"  # a file in the run directory: the loop came to its end and the run was closed
 
 
-def identity(config: Config, engine: Engine, rows: int) -> dict[str, Any]:
+def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]:
     """What two runs must share for one to continue the other, as JSON. World size, strategy, microbatch, worker count
     and everything about output are free.
     """
@@ -31,7 +36,8 @@ def identity(config: Config, engine: Engine, rows: int) -> dict[str, Any]:
         "schedule_by": config.schedule_by,
         "max_grad_norm": config.max_grad_norm,
         "ema": config.ema,
-        "dataset rows": rows,
+        "dataset rows": rows,  # None for a stream
+        "stream": config.stream,
         "batchnorm": config.batchnorm,
         "prepare": config.prepare is not None,
         "parameters": {name: _look(one) for name, one in engine.model.named_parameters()},
@@ -56,6 +62,48 @@ def identity(config: Config, engine: Engine, rows: int) -> dict[str, Any]:
         if hasattr(scheduler, "state_dict"):
             about[f"schedule {name} settings".replace("  ", " ")] = _settings(scheduler.state_dict())
     return about
+
+
+def marks_of(cursor: Cursor, stream: str | None, world_size: int) -> dict[str, Any] | None:
+    """Where a stream stands, for a checkpoint: one mark, or with stream="mine" every rank's. Collective then."""
+    mark = cursor.mark
+    if stream is None or mark is None:
+        return None
+    if stream == "split":
+        return {"world_size": None, "marks": [[mark.rows, mark.state, mark.after, mark.ended]]}
+    tree, tensors = encode(mark.state)
+    held = base64.b64encode(safetensors.torch.save({k: t.cpu().contiguous() for k, t in tensors.items()})).decode()
+    every = comm.all_gather([mark.rows, tree, held, mark.after, mark.ended])
+    marks = [
+        [rows, decode(tree, safetensors.torch.load(base64.b64decode(held))), after, ended]
+        for rows, tree, held, after, ended in every
+    ]
+    return {"world_size": world_size, "marks": marks}
+
+
+def mark_from(position: Mapping[str, Any], rank: int, world_size: int) -> Mark | None:
+    """This rank's mark from what `marks_of` made.
+
+    Raises:
+        UsageError: every rank read a stream of its own, and there are more or fewer ranks now.
+    """
+    saved = position.get("stream")
+    if saved is None:
+        return None
+    marks, then = saved["marks"], saved["world_size"]  # None where the marks of all ranks are alike
+    if then not in (None, world_size):
+        raise UsageError(
+            f"the checkpoint was written by {then} ranks in the middle of an epoch, each with a stream of its own"
+            f' (stream="mine"); now there are {world_size}.',
+            evidence=["which rows of the epoch the new streams would still have to give, nobody knows"],
+            fix=[
+                f"start {then} processes",
+                "at the end of an epoch any number can go on: save there",
+                'stream="split" can be resumed on any number of processes, everywhere',
+            ],
+        )
+    rows, state, after, ended = marks[0 if then is None else rank]
+    return Mark(rows, state, after, ended)
 
 
 def _look(tensor: torch.Tensor) -> str:

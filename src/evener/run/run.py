@@ -20,7 +20,7 @@ from evener import batch as batches
 from evener.checkpoint.weights import export as export_weights
 from evener.checkpoint.weights import load_weights
 from evener.config import Config, ConfigFile, RunKeywords
-from evener.data import Cursor, Feed, Order, Portion, source_of
+from evener.data import Cursor, Portion, make_feed, source_of
 from evener.dist import Group, comm
 from evener.dist import device as devices
 from evener.dist.blank import materialise
@@ -28,14 +28,14 @@ from evener.dist.mix import mix
 from evener.engine import Engine, Update
 from evener.engine.engine import Models, Optimizers
 from evener.engine.step import Part
-from evener.errors import CheckpointError, UsageError, show_errors_without_traceback
+from evener.errors import CheckpointError, DataError, UsageError, show_errors_without_traceback
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
 from evener.run.epoch import Epoch, Sums
 from evener.run.evaluate import MetricFn, evaluate, predict
 from evener.run.output import Output
 from evener.run.profile import Profile
-from evener.run.resume import FINISHED, identity
+from evener.run.resume import FINISHED, identity, mark_from, marks_of
 from evener.run.saving import Saving
 from evener.run.stop import Stopped, stop_signals
 from evener.run.words import contract_of, in_words, schedule_lines
@@ -97,13 +97,13 @@ class Run:
         if plan is not None:
             # Overrides are for the script's first Run.
             os.environ[VARIABLE] = replace(plan, overrides={}).to_json()
-        source = source_of(dataset)
-        kind = config.order if config.order is not None else source.order or "shuffle"
-        order = Order(source.rows, config.seed, kind)
+        source = source_of(dataset, config.stream)
         self.device = devices.device(plan.device if plan else None)
         self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)
         self.cursor = Cursor()
-        self.total: int | None = None  # updates (or batches) of the loop that runs now
+        self.total: int | None = None  # updates (or batches) of the loop that runs now; None where nobody knows
+        self._until: int | None = None  # the epoch that it ends before, then
+        self._epoch_rows = 0  # used of the epoch of the newest update
         self._portions: dict[int, Portion] = {}  # of this update and of those whose flags have not landed
         self._epoch_sums = Sums()
         self._batches = 0
@@ -115,9 +115,10 @@ class Run:
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
         weight_notes = self._give_values(model)
         self.engine = self._engine(model, optimizer, loss_fn)
-        self.feed = Feed(
+        self.feed = make_feed(
             source,
-            order,
+            stream=config.stream,
+            order=config.order,
             global_batch_size=config.global_batch_size,
             drop_last=config.drop_last,
             rank=self.group.rank,
@@ -130,12 +131,16 @@ class Run:
             collate_fn=config.collate_fn,
             on_bad_sample=config.on_bad_sample,
             inspect=self._look_for_ignored_labels,
+            say=self._say,
+            exact=config.exact,
         )
+        custom = (config.collate_fn or source.collate_fn, config.prepare)
+        self._makers = [what for what, given in zip(("collate_fn", "prepare"), custom) if given is not None]
         self.feed.updates_in(0)  # an epoch without any update is refused here, not later
         self.profile = Profile(config.profile, self.device)
         self._blocked = 0.0  # seconds that the checkpoint begun last kept the training waiting
         self._not_saved: CheckpointError | None = None  # why the newest checkpoint is not on the disk
-        self.saving = Saving(config, self.engine, identity(config, self.engine, source.rows))
+        self.saving = Saving(config, self.engine, identity(config, self.engine, None if source.stream else source.rows))
         self._begin([*source.notes, *weight_notes])
         self._closed = False
         # Not the bound method: a model and its optimizer would stay in memory until the process ends.
@@ -207,8 +212,8 @@ class Run:
         folder.event("contract", line=line)
         if notes and saved is None:
             notes.append(f"this run goes to {self.path}")
-        if self.feed.order.length(0) < config.global_batch_size:
-            rows = self.feed.order.length(0)
+        rows = self.feed.length(0)
+        if rows is not None and rows < config.global_batch_size:
             notes.append(
                 f"an epoch has {rows} rows, less than the global batch of {config.global_batch_size}: one update"
             )
@@ -279,7 +284,7 @@ class Run:
 
     def contract_line(self) -> str:
         """`global batch 512 = 4 ranks x 8 microbatches x 16 · bf16 · ddp · ...`"""
-        return contract_of(self.config, self.engine, self.feed.order.length(0))
+        return contract_of(self.config, self.engine, self.feed.length(0) or self.config.global_batch_size)
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -290,7 +295,8 @@ class Run:
 
         Args:
             updates: Stop when so many updates were made since the run began.
-            epochs: Stop when so many epochs were made. Exactly one of the two.
+            epochs: Stop when so many epochs were made. Exactly one of the two. How many updates the epochs of a stream
+                have nobody knows: a scheduler= that is a function of the total needs updates=.
 
         Raises:
             Stopped: a stop was asked for (a signal, `stop()`): the checkpoint is written.
@@ -314,7 +320,7 @@ class Run:
                 update=self.number - 1,
                 epoch=number,
                 updates=epoch.updates,
-                rows=self.feed.order.length(number),
+                rows=self._epoch_rows,
                 loss=epoch.loss,
                 metrics=epoch.metrics,
                 seconds=epoch.seconds,
@@ -355,8 +361,8 @@ class Run:
             self._out.console.say(line)
         update = self.engine.step_parts(
             batch.parts,
-            portion.rows,
-            all_delivered=self.config.on_bad_sample == "raise",
+            portion.planned,
+            all_delivered=self.config.on_bad_sample == "raise" and portion.planned == portion.rows,
             loss_fn=loss_fn,
             optimizer=optimizer,
         )
@@ -372,17 +378,20 @@ class Run:
         self._stop_reason = reason
         self.engine.asks_to_stop = 1.0
 
-    def _total(self, count: int | None, epochs: int | None, word: str) -> int:
+    def _total(self, count: int | None, epochs: int | None, word: str) -> int | None:
         if (count is None) == (epochs is None):
             raise UsageError(f"{word}() takes exactly one of {word}= and epochs=.", fix=[f"run.{word}(epochs=10)"])
         for name, value in ((word, count), ("epochs", epochs)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: a whole number, at least 1.", fix=[f"run.{word}({name}=10)"])
+        self._until = None
         if count is not None:
             return count
-        done = self.cursor.offset // self.config.global_batch_size
-        left = sum(self.feed.updates_in(epoch) for epoch in range(self.cursor.epoch, epochs or 0)) - done
-        return self._batches + left
+        left = [self.feed.updates_in(epoch) for epoch in range(self.cursor.epoch, epochs or 0)]
+        if None in left:
+            self._until = epochs
+            return None
+        return self._batches + sum(map(int, left)) - self.cursor.offset // self.config.global_batch_size  # type: ignore[arg-type]
 
     def _until_epoch_ends(self, updates: Iterator[Update], number: int) -> Iterator[Update]:
         while self.cursor.epoch == number:
@@ -391,7 +400,7 @@ class Run:
                 return
             yield update
 
-    def _train(self, total: int) -> Iterator[Update]:
+    def _train(self, total: int | None) -> Iterator[Update]:
         for batch in self._feed_batches(total):
             try:
                 update = self.step(batch)
@@ -402,14 +411,21 @@ class Run:
             self._end_epochs()  # a schedule's epoch is over before the body sees its last update
             yield update
 
-    def _feed_batches(self, total: int) -> Iterator[Batch]:
+    def _goes_on(self, total: int | None) -> bool:
+        return self._batches < total if total is not None else self.cursor.epoch < (self._until or 0)
+
+    def _feed_batches(self, total: int | None) -> Iterator[Batch]:
         """The batches up to number `total`; between two of them the requests (to stop, to save) are looked at."""
-        while self._batches < total:
-            for portion in self.feed.portions(self.cursor, updates=total - self._batches):
+        while self._goes_on(total):
+            updates = None if total is None else total - self._batches
+            epochs = None if self._until is None else self._until - self.cursor.epoch
+            portions = self.feed.portions(self.cursor, updates=updates, epochs=epochs)
+            for portion in portions:
                 self._end_epochs()
+                self._epoch_rows = portion.cursor.offset + portion.rows
                 parts = [
-                    (number, piece.rows, self._prepared(piece.batch, number))
-                    for (number, _), piece in zip(self.engine.cut.numbered(portion.rows), portion.pieces)
+                    (number, piece.rows, self._prepared(piece.batch, number, piece.rows))
+                    for (number, _), piece in zip(self.engine.cut.numbered(portion.planned), portion.pieces)
                     if piece.rows
                 ]
                 for row, text in portion.skipped:
@@ -430,14 +446,14 @@ class Run:
                 self.engine.settle()
                 target.schedule.after_epoch()
 
-    def _loop(self, total: int, items: Iterator[Any]) -> Iterator[Any]:
+    def _loop(self, total: int | None, items: Iterator[Any]) -> Iterator[Any]:
         """Around a loop: schedules are built and shown, signals ask for a stop, and the end is written down."""
         self._must_be_open()
         began, self.total, self._loop_ended = time.perf_counter(), total, False
-        steps = total - self._batches
+        steps, goes_on = None if total is None else total - self._batches, self._goes_on(total)
         for target in self.engine.targets.values():
             target.schedule.build(total)
-        if steps > 0 and self.is_main:
+        if goes_on and self.is_main:
             for line in schedule_lines(self.engine, steps, self.feed.updates_in(0)):
                 self._out.console.say(line)
         self.saving.start(self.number)
@@ -449,7 +465,7 @@ class Run:
             traced = self.profile.stop(self.path, self.rank)
             if traced:
                 self._out.console.say(traced)
-            if steps > 0:
+            if goes_on:
                 if self.config.save_every is not None:
                     self._save(self.number)
                 self._out.folder.event("finish", update=self.number - 1, updates=self.number, seconds=_since(began))
@@ -459,6 +475,11 @@ class Run:
             raise
         finally:
             self._out.finish_loop(self.total)
+
+    def _say(self, text: str) -> None:
+        """A line on the console, and in the events; called on all ranks, shown by rank 0."""
+        self._out.console.say(f"  {text}")
+        self._out.folder.event("warning", text=text)
 
     def _asked_by_signal(self, name: str) -> None:
         self._out.console.say(f"{name}: stops after this update and saves" + _HOW_NOW.get(name, ""))
@@ -484,14 +505,35 @@ class Run:
         self._out.console.say(f"stopped after {self.number} updates ({reason}); start it again to continue")
         raise Stopped(reason)
 
-    def _prepared(self, batch: Any, number: int) -> Any:
-        if self.config.exact:
-            batch = batches.aligned(batch)
-        if self.config.prepare is None:
-            return batch
-        generator = torch.Generator(device=self.device)
-        generator.manual_seed(mix(self.config.seed, self.number, _PREPARE, number))
-        return self.config.prepare(batch, generator)
+    def _prepared(self, given: Any, number: int, rows: int) -> Any:
+        batch = batches.aligned(given) if self.config.exact else given
+        if self.config.prepare is not None:
+            generator = torch.Generator(device=self.device)
+            generator.manual_seed(mix(self.config.seed, self.number, _PREPARE, number))
+            batch = self.config.prepare(batch, generator)
+        if self._makers:
+            self._count(given, batch, rows)
+        return batch
+
+    def _count(self, given: Any, batch: Any, rows: int) -> None:
+        """The user's collate_fn or prepare may not lose rows: they would count although nothing was learnt from them.
+
+        A batch of one row may be rows packed together, as long as the loss is not a mean over rows.
+        """
+        found = batches.counted(batch, rows, self.config.split)
+        if found is None or found >= rows or (found == 1 and not self.engine.rows_weigh):
+            return
+        before = batches.counted(given, rows, self.config.split)
+        lost_before = "collate_fn" in self._makers and before is not None and before < rows
+        who = "collate_fn" if lost_before else self._makers[-1]
+        raise DataError(
+            f"{who} was given {rows} rows and returned a batch of {found}.",
+            fix=[
+                "return a row for every row given",
+                'rows that cannot be read: on_bad_sample="skip" leaves them out, and they are counted right',
+                "a batch whose first dimension is not its rows: split=f(batch, start, stop)",
+            ],
+        )
 
     def _look_for_ignored_labels(self, batch: Any) -> None:
         if not self.engine.watches_labels or not isinstance(batch, Mapping):
@@ -609,6 +651,7 @@ class Run:
         began = time.perf_counter()
         position = {
             "cursor": [self.cursor.epoch, self.cursor.offset],
+            "stream": marks_of(self.cursor, self.config.stream, self.world_size),
             "batches": self._batches,
             "epoch": self._epoch_sums.state_dict(),
         }
@@ -641,7 +684,9 @@ class Run:
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         position = self.saving.restore(states)
-        self.cursor, self._batches = Cursor(*position["cursor"]), position["batches"]
+        epoch, offset = position["cursor"]
+        self.cursor = Cursor(epoch, offset, mark_from(position, self.rank, self.world_size))
+        self._batches = position["batches"]
         self._epoch_sums = Sums()
         self._epoch_sums.load_state_dict(position["epoch"])
 

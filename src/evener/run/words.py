@@ -42,21 +42,24 @@ def contract_of(config: Config, engine: Engine, rows: int) -> str:
     )
 
 
-def schedule_lines(engine: Engine, steps: int, per_epoch: int) -> Iterator[str]:
+def schedule_lines(engine: Engine, steps: int | None, per_epoch: int | None) -> Iterator[str]:
     """`lr 1e-3 -> 1e-5 over 4,690 updates` for each schedule, with a warning where it does not fit the run.
 
-    With several optimizers only the loop's body knows how many updates each will make: then only the first value.
+    With several optimizers only the loop's body knows how many updates each will make, and nobody knows how long a
+    stream is (None): then only the first value.
     """
     for name, target in engine.targets.items():
         schedule = target.schedule
         if schedule.scheduler is None:
             continue
         by_update = schedule.by == "update"
-        if name:
+        if name or steps is None or (per_epoch is None and not by_update):
             first = schedule.preview(1)[0]
-            yield f"{name}: {lr_line(first, first, None).removesuffix(', constant')}, then by its schedule"
+            line = f"{lr_line(first, first, None).removesuffix(', constant')}, then by its schedule"
+            yield f"{name}: {line}" if name else line
             continue
-        count = steps if by_update else max(1, round(steps / max(1, per_epoch)))
+        per_epoch = per_epoch or 1
+        count = steps if by_update else max(1, round(steps / per_epoch))
         first, last, highest, ends = schedule.preview(count)
         if ends is not None and not by_update:
             ends *= per_epoch
