@@ -36,7 +36,7 @@ def check(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: as `read`.
     """
-    manifest = _manifest(path)
+    manifest = read_manifest(path)
     side_by_side([partial(_check_file, path, *item) for item in manifest["files"].items()], len(manifest["files"]) > 1)
     return manifest
 
@@ -55,7 +55,8 @@ def _open(path: Path) -> int:
     return descriptor
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest alone, its own hash checked; no other file is opened. Raises CheckpointError as `check`."""
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at {path}.")
     where = path / MANIFEST

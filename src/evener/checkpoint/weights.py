@@ -117,6 +117,11 @@ def _write(model: torch.nn.Module, path: Path) -> None:
             what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(f"{name} is {what}: a file of weights cannot hold it.")
         tensors[_plain(name)] = value
+    write_tensors(tensors, path)
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """One safetensors file; an earlier one is replaced by the whole new one or stays. Raises CheckpointError."""
     # Tied weights are written under each of their names: strict loading asks for all of them.
     names = [name for file in split(tensors, sum(one.nbytes for one in tensors.values())) for name in file]
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -14,6 +14,7 @@ from evener.errors import EvenerError, UsageError, nearest
 VERBS = {
     "run": "start a script on every GPU (or N CPU processes) of this machine, and stay until it has ended",
     "gpus": "show the GPUs of this machine, who has them, and which are idle, or why not",
+    "checkpoint": "list the checkpoints of a run, check every byte, export weights",
     "doctor": "look at driver, torch, limits, network and disks, and name the fix of every fault",
 }
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
+import torch
 
+from evener import __version__
 from evener.checkpoint import Checkpoints
 from evener.config import Config
 from evener.config_checks import seconds_of
-from evener.dist import comm
+from evener.dist import comm, here
 from evener.engine import Engine
 from evener.errors import CheckpointError, UsageError
 from evener.report.folder import in_use
@@ -125,7 +127,13 @@ class Saving:
             },
             "run": {**position, "state": self.state},
         }
-        about = {"update": number, "identity": self.identity, "fingerprint": self.engine.fingerprint()}
+        about = {
+            "update": number,
+            "identity": self.identity,
+            "fingerprint": self.engine.fingerprint(),
+            "versions": {"torch": str(torch.__version__), "numpy": numpy.__version__, "evener": __version__},
+            "world_size": here().world_size,
+        }
         if isinstance(name, int):
             self.saved_at = (number, time.monotonic())
         if behind and isinstance(name, int):

@@ -1,0 +1,160 @@
+"""`evener checkpoint ls | verify | export`, as a process of its own: this room has torch, the command line has not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evener.checkpoint import store
+from evener.checkpoint.manifest import MANIFEST, check, read_manifest
+from evener.checkpoint.weights import write_tensors
+from evener.errors import CheckpointError, EvenerError, UsageError, nearest
+
+
+def main(argv: list[str]) -> int:
+    args = arguments().parse_args(argv)
+    try:
+        action: Callable[[argparse.Namespace], int] = {"ls": ls, "verify": verify, "export": export}[args.action]
+        return action(args)
+    except EvenerError as error:
+        print(f"evener: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="evener checkpoint",
+        description="What is in a run directory, a checkpoints folder or one checkpoint.",
+        epilog="examples:\n  evener checkpoint ls runs/digits\n  evener checkpoint verify runs/digits\n"
+        "  evener checkpoint export runs/digits/checkpoints/best model.safetensors",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls | verify | export")
+    for name, line in (
+        ("ls", "list them with update and size; only the manifests are read"),
+        ("verify", "compare every byte with its sha256; exit code 1 when one is refused"),
+    ):
+        one = actions.add_parser(name, help=line, description=line)
+        one.add_argument("dir", type=Path)
+        one.add_argument("--json", action="store_true", help="one object for each checkpoint, in a list")
+    line = "write a model's weights as safetensors, with the names of the plain module"
+    one = actions.add_parser("export", help=line, description=line)
+    one.add_argument("dir", type=Path, help="a checkpoint, or a run directory: its newest whole one")
+    one.add_argument("file", type=Path, help="ends in .safetensors")
+    one.add_argument("--ema", action="store_true", help="the average of the weights instead")
+    one.add_argument("--model", metavar="NAME", help="one of several models")
+    return parser
+
+
+def ls(args: argparse.Namespace) -> int:
+    rows = [about(path) for path in found(args.dir)]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        table(rows, {"name": "checkpoint", "update": "update", "bytes": "bytes", "torch": "torch", "problem": ""})
+    return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    rows = []
+    for path in found(args.dir):
+        row = about(path)
+        try:
+            check(path)
+        except CheckpointError as error:
+            row["problem"] = error.cause
+        row["whole"] = row["problem"] is None
+        rows.append(row)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        shown = [{**row, "result": "whole" if row["whole"] else f"REFUSED: {row['problem']}"} for row in rows]
+        table(shown, {"name": "checkpoint", "update": "update", "bytes": "bytes", "result": "every byte"})
+    return 0 if all(row["whole"] for row in rows) else CheckpointError.exit_code
+
+
+def export(args: argparse.Namespace) -> int:
+    if args.file.suffix != ".safetensors":
+        raise UsageError(f"export writes safetensors, not {args.file.name!r}.", fix=[f"{args.file.stem}.safetensors"])
+    path = newest_whole(args.dir)
+    states, _ = store.read(path)
+    engine = states.get("engine")
+    if not isinstance(engine, dict) or "model" not in engine:
+        raise CheckpointError(f"{path} holds no model of a Run.", evidence=[f"it holds {', '.join(states)}"])
+    weights: Mapping[str, Any] = engine["model"]
+    if args.ema:
+        if engine["ema"] is None:
+            raise UsageError(f"{path} holds no average of the weights: the run had no ema=.")
+        weights = engine["ema"]
+    names = sorted(engine["targets"])
+    if args.model is not None:
+        weights = {k.removeprefix(f"{args.model}."): v for k, v in weights.items() if k.startswith(f"{args.model}.")}
+        if not weights or names == [""]:
+            close = nearest(args.model, names)
+            raise UsageError(f"there is no model {args.model!r} in {path}.", fix=[f"--model {close}"] if close else [])
+    tensors = {name: one for name, one in weights.items() if isinstance(one, torch.Tensor)}
+    write_tensors(tensors, args.file)
+    total = sum(one.numel() for one in tensors.values())
+    print(f"{path}\n  -> {args.file}: {len(tensors)} tensors, {total:,} values")
+    return 0
+
+
+def found(path: Path) -> list[Path]:
+    """The checkpoints under a run directory or a folder of them, newest first, or the one at `path`."""
+    if (path / MANIFEST).exists():
+        return [path]
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not folder.is_dir():
+        raise UsageError(f"there is no directory {path}.")
+    inside = [one for one in folder.iterdir() if (one / MANIFEST).exists() and not one.name.startswith(".")]
+    if not inside:
+        raise UsageError(
+            f"{path} holds no checkpoint.", fix=["give a run directory, its checkpoints folder, or one checkpoint"]
+        )
+    return sorted(inside, key=lambda one: -(one / MANIFEST).stat().st_mtime)
+
+
+def newest_whole(path: Path) -> Path:
+    refused = []
+    for one in found(path):
+        try:
+            check(one)
+            return one
+        except CheckpointError as error:
+            refused.append(error.cause)
+            print(f"refused: {error.cause}", file=sys.stderr)
+    raise CheckpointError(f"no whole checkpoint in {path}.", evidence=refused)
+
+
+def about(path: Path) -> dict[str, Any]:
+    """One row; unknown is None."""
+    row: dict[str, Any] = {"name": path.name, "path": str(path), "update": None, "bytes": None, "torch": None}
+    row["problem"] = None
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return {**row, "problem": error.cause}
+    said = manifest["about"]
+    versions = said.get("versions") or {}
+    size = sum(record.bytes for record in manifest["files"].values()) + (path / MANIFEST).stat().st_size
+    return {**row, "update": said.get("update"), "bytes": size, "torch": versions.get("torch")}
+
+
+def table(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> None:
+    cells = [list(columns.values())]
+    for row in rows:
+        values = [row[key] for key in columns]
+        cells.append([f"{v:,}" if isinstance(v, int) else "" if v is None else str(v) for v in values])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
