@@ -165,6 +165,20 @@ def one_of(name: str, value: object, allowed: Iterable[str], error: type[EvenerE
     raise error(f"{name}={value!r} is not known.", fix=fix)
 
 
+_PREPARED_BY = {"accelerate": "accelerator.prepare()"}
+_PREPARED_BY |= dict.fromkeys(("lightning", "lightning_fabric"), "fabric.setup()")
+
+
+def refuse_prepared(what: str, thing: object, inside: str, error: type[EvenerError] = UsageError) -> None:
+    """Raises `error` for what another launcher's wrapper has changed: it counts processes or accumulates by itself."""
+    by = _PREPARED_BY.get(type(thing).__module__.partition(".")[0])
+    if by is not None:
+        raise error(
+            f"the {what} went through {by} ({type(thing).__name__}); evener does by itself what that does.",
+            fix=[f"leave {by} out and pass the plain {what}", f"or take it out again: {inside}"],
+        )
+
+
 def show_errors_without_traceback() -> None:
     """From now on an uncaught EvenerError prints its own text and the caller's line, not evener's frames.
 

@@ -40,6 +40,7 @@ def save(dir: str | os.PathLike[str], /, **objects: Any) -> None:
         CheckpointError: on all ranks: something in a state that cannot be saved, a full disk, `dir` is something else.
         UsageError: nothing to save, or an object without a `state_dict()`.
     """
+    _is_path(dir)
     if not objects:
         raise UsageError("evener.save() was given nothing to save.", fix=["evener.save(dir, engine=engine)"])
     states = {name: _state(name, thing) for name, thing in objects.items()}
@@ -60,6 +61,7 @@ def load(dir: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         CheckpointError: no whole checkpoint, names that do not match, or an object that refuses its state. Models are
             compared before anything is loaded; after a refusal by another object, the ones before it are loaded.
     """
+    _is_path(dir)
     path = Path(os.path.abspath(dir))
     on_main(lambda: store.recover(path) if path.parent.is_dir() else None)
 
@@ -85,6 +87,11 @@ def load(dir: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         return plain
 
     return on_all(act)
+
+
+def _is_path(dir: object) -> None:
+    if not isinstance(dir, str | os.PathLike):
+        raise UsageError(f"{dir!r} is not a path.", fix=['the directory comes first: "runs/last"'])
 
 
 def _state(name: str, thing: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch.distributed as dist
 
+from evener.engine.setup import plain_name
 from evener.engine.spread import Spread
 from evener.errors import ModelError
 
@@ -63,7 +64,7 @@ class Buffers:
                 if isinstance(module, torch.nn.modules.batchnorm._NormBase):
                     self.changing.add(len(self.slots))
                 self.slots.append(Slot(module._buffers, name))
-                self.names.append(f"{path}.{name}" if path else name)
+                self.names.append(plain_name(f"{path}.{name}" if path else name))
         self.any = bool(self.slots or self.absent)
         self.world_size = world_size
         self.agree = agree

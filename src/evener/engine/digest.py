@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from evener.dist import comm
+from evener.engine.setup import plain_state
 from evener.errors import CollectiveError
 
 
@@ -19,8 +20,8 @@ def digest_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer
         CollectiveError: the ranks' states differ.
     """
     total = hashlib.sha256()
-    named = dict(model.named_parameters())
-    for name, tensor in sorted({**named, **dict(model.named_buffers())}.items()):
+    named = plain_state(dict(model.named_parameters()))
+    for name, tensor in sorted({**named, **plain_state(dict(model.named_buffers()))}.items()):
         _add(total, name, tensor)
     for optimizer in optimizers:
         for name, parameter in sorted(named.items()):

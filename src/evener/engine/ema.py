@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from evener.engine.setup import load_plain, plain_name, plain_state
 from evener.errors import UsageError
 
 
@@ -56,9 +57,10 @@ class Ema:
             mine.copy_(theirs)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: self.wide.get(name, tensor).detach().clone() for name, tensor in self.module.state_dict().items()}
+        state = {name: self.wide.get(name, tensor) for name, tensor in self.module.state_dict().items()}
+        return {name: tensor.detach().clone() for name, tensor in plain_state(state).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.module.load_state_dict(state)
+        load_plain(self.module, state)
         for name, average in self.wide.items():
-            average.copy_(state[name])
+            average.copy_(state[plain_name(name)])

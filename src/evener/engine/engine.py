@@ -24,8 +24,10 @@ from evener.engine.randomness import Randomness
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
 from evener.engine.setup import (
+    Compiled,
     by_name,
     check_exact,
+    check_function,
     check_model,
     check_sparse,
     choose_strategy,
@@ -33,6 +35,10 @@ from evener.engine.setup import (
     for_target,
     freeze_batchnorm,
     has_batchnorm,
+    load_plain,
+    plain_module,
+    plain_name,
+    plain_state,
 )
 from evener.engine.spread.choose import make_spread
 from evener.engine.step import Open, Part, apply, backward, unscale
@@ -112,16 +118,19 @@ class Engine:
         for one in models.values():
             check_model(one)
         self.given = model if isinstance(model, torch.nn.Module) else models  # what loss_fn sees
+        if exact:
+            check_exact(torch.nn.ModuleDict(models) if len(models) > 1 else next(iter(models.values())))
+        models = {name: plain_module(one) for name, one in models.items()}
         # One module that holds all of them: for names, buffers, state and digest.
-        self.model = model if isinstance(model, torch.nn.Module) else torch.nn.ModuleDict(models)
+        self.model = models[""] if isinstance(model, torch.nn.Module) else torch.nn.ModuleDict(models)
+        if loss_fn is not None:
+            check_function("loss_fn", loss_fn, "loss_fn(model, batch)")
         self.loss_fn = loss_fn
         self.device = devices.device(device)
         self.precision: Precision = decide(precision, self.device)
         self.report: Report = report or _warn
         parameters = {name: check_parameters(self.model, one) for name, one in optimizers.items()}
         check_sparse(self.model)
-        if exact:
-            check_exact(self.model)
         if loss_is is not None:
             one_of("loss_is", loss_is, ["row mean"])
         one_of("batchnorm", batchnorm, ["slice", "frozen"])
@@ -220,7 +229,7 @@ class Engine:
             if self.precision.output is not None:
                 self.hooks.append(model.register_forward_hook(_cast_output(self.precision.output)))
             if compile:
-                model.compile()
+                self.hooks.append(Compiled(model, exact=self.batch.exact))
 
     # ------------------------------------------------------------------------------------------------ public
 
@@ -291,11 +300,11 @@ class Engine:
         """Everything the next update depends on, apart from the data. Tensors are clones. Waits for the device."""
         self.settle()
         return {
-            "model": {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
+            "model": {n: tensor.detach().clone() for n, tensor in plain_state(self.model.state_dict()).items()},
             "ema": self.ema.state_dict() if self.ema is not None else None,
             "targets": {name: target.state_dict() for name, target in self.targets.items()},
             "groups": self.groups(),
-            "buffers": self.buffers.left_out(self.model.state_dict()),
+            "buffers": self.buffers.left_out(plain_state(self.model.state_dict())),
             "number": self.number,
         }
 
@@ -320,7 +329,7 @@ class Engine:
                 "the state has an average of the weights (ema) and this engine none, or the reverse.",
                 fix=["construct the engine with the same ema="],
             )
-        self.model.load_state_dict(state["model"])
+        load_plain(self.model, state["model"])
         self.buffers.put_back(state["buffers"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
@@ -330,7 +339,7 @@ class Engine:
 
     def groups(self) -> dict[str, list[list[str]]]:
         """Names of the parameters in each group of each optimizer: optimizer states are kept by position."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = {id(parameter): plain_name(name) for name, parameter in self.model.named_parameters()}
         return {
             name: [[names[id(parameter)] for parameter in group["params"]] for group in target.optimizer.param_groups]
             for name, target in self.targets.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evener.errors import OptimizerError
+from evener.errors import OptimizerError, refuse_prepared
 
 # These have fused kernels that take `found_inf`: a skipped update is skipped on the device, nothing waits for the host.
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -89,6 +89,7 @@ def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     Raises:
         OptimizerError: the optimizer holds a parameter that the model does not, or none that trains.
     """
+    refuse_prepared("optimizer", optimizer, "prepared.optimizer", OptimizerError)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
             f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",

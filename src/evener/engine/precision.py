@@ -179,6 +179,20 @@ def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
     return replace(base, requested=repr(dict(spec)), reduce=reduce, output=output, because="as given")
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """An autocast around the loop would compute in another precision than the contract line says.
+
+    Raises:
+        PrecisionError: it is on. Within loss_fn it is the user's own affair.
+    """
+    if torch.is_autocast_enabled(device.type):
+        dtype = word(torch.get_autocast_dtype(device.type))
+        raise PrecisionError(
+            f"torch.autocast ({dtype}) is on around the loop; precision= decides what is computed in which dtype.",
+            fix=[f'remove it and say precision="{dtype}"', "or put it inside loss_fn, around what needs it"],
+        )
+
+
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     """Cast fp32 parameters and buffers to `dtype` in place; returns the names kept in fp32.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from evener.errors import UsageError, one_of
+from evener.errors import UsageError, one_of, refuse_prepared
 
 _SIMULATED = 20_000  # steps that are worth trying out for one line of text (a third of a second)
 
@@ -42,6 +42,7 @@ class Schedule:
         self.counts = hasattr(scheduler, "step_update")
         if scheduler is None:
             return
+        refuse_prepared("schedule", scheduler, "prepared.scheduler")
         if not (self.counts or callable(getattr(scheduler, "step", None))):
             raise UsageError(
                 f"scheduler= is a {type(scheduler).__name__} without step() or step_update(n).",

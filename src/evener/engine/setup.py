@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from evener.engine.cut import Cut, default_slice_size
-from evener.errors import BatchSizeError, ModelError, UsageError, one_of
+from evener.errors import BatchSizeError, ModelError, UsageError, one_of, refuse_prepared
 
 STRATEGIES = ("auto", "single", "dp", "ddp")
 
@@ -21,13 +22,22 @@ def check_model(model: object) -> torch.nn.Module:
         ModelError: no module, already wrapped for data parallelism, or spread over several devices.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ModelError(f"the model is a {type(model).__name__}, not a torch.nn.Module.")
+        raise ModelError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module.", fix=["Run(model, optimizer, ...)"]
+        )
     wrapper = type(model).__name__
     wrapped = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrapped) or wrapper == "FullyShardedDataParallel" or hasattr(model, "_get_fsdp_state"):
         raise ModelError(
             f"the model is already wrapped in {wrapper}; evener spreads it by itself.",
             fix=["pass the plain module (wrapped.module), before any wrapping"],
+        )
+    if type(model).__name__ == "_FabricModule":
+        refuse_prepared("model", model, "prepared.module", ModelError)
+    if hasattr(model, "_original_forward"):
+        raise ModelError(
+            "the model's forward was replaced by accelerator.prepare() (mixed precision); precision= does that here.",
+            fix=["leave prepare() out", "or accelerator.unwrap_model(model, keep_fp32_wrapper=False)"],
         )
     placed = getattr(model, "hf_device_map", None)
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"}
@@ -48,6 +58,72 @@ def check_model(model: object) -> torch.nn.Module:
     return model
 
 
+def plain_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module inside torch.compile's wrapper."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without torch.compile's wrappers, which may be around any part of the model."""
+    return name.replace("_orig_mod.", "")
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def load_plain(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """`module.load_state_dict` for plain names."""
+    names = {plain_name(name): name for name in module.state_dict()}
+    module.load_state_dict({names.get(name, name): value for name, value in state.items()})
+
+
+_SHAPES = 64  # kernels per function in exact mode; torch's own limit of 8 is few for evaluation and uneven ends
+
+
+class Compiled:
+    """`compile=True` for one model, until `remove`. The module stays itself: no wrapper, no other names.
+
+    In fast mode the first shape gets kernels of its own and every other one shares kernels for any size, so an uneven
+    end of an epoch compiles once. In exact mode every shape has its own: which kernels torch would share, and so the
+    last bit, depends on the shapes that a rank has seen before.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, exact: bool) -> None:
+        self.model = model
+        self.before = model._compiled_call_impl
+        if self.before is not None:  # compiled by the script, in its own way
+            return
+        model.compile(dynamic=False if exact else None)
+        if exact:
+            model._compiled_call_impl = _one_kernel_per_shape(model._compiled_call_impl)
+
+    def remove(self) -> None:
+        self.model._compiled_call_impl = self.before
+
+
+def _one_kernel_per_shape(compiled: Any) -> Any:
+    """Beyond its limit torch goes on without compiling, and with other last bits: here that is an error."""
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    limit = config.patch(recompile_limit=_SHAPES, fail_on_recompile_limit_hit=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with limit:
+                return compiled(*args, **kwargs)
+        except FailOnRecompileLimitHit:
+            raise ModelError(
+                f"exact=True with compile=True: more than {_SHAPES} kernels for one function of the model.",
+                evidence=["every shape of a slice is compiled alone; the last bit would depend on which ones are"],
+                fix=["pad rows to a few lengths in collate_fn", "or compile=False, or exact=False"],
+            ) from None
+
+    return call
+
+
 def by_name(what: str, given: Any) -> dict[str, Any]:
     """{name: value}; a single value gets the empty name."""
     if not isinstance(given, Mapping):
@@ -59,6 +135,26 @@ def by_name(what: str, given: Any) -> dict[str, Any]:
             fix=['{"g": generator, "d": discriminator}'],
         )
     return dict(given)
+
+
+def check_function(name: str, given: object, form: str) -> None:
+    """`given` can be called as `form` says: "loss_fn(model, batch)".
+
+    Raises:
+        UsageError: no function, one of torch's own losses, or one that takes other arguments.
+    """
+    wants = f"{name} is called as {form}"
+    if not callable(given):
+        raise UsageError(f"{name} is a {type(given).__name__}, not a function.", fix=[wants])
+    if str(getattr(given, "__module__", None) or "").startswith("torch.nn"):
+        what = getattr(given, "__name__", type(given).__name__)
+        raise UsageError(f"{name}={what}: torch's own functions do not take a model.", fix=[wants, "call it in there"])
+    try:
+        inspect.signature(given).bind(*form.partition("(")[2].rstrip(")").split(", "))
+    except TypeError as error:
+        raise UsageError(f"{name} cannot be called as {form}: {error}.", fix=[f"def {form}: ..."]) from None
+    except ValueError:  # built-in: it does not say what it takes
+        pass
 
 
 def for_target(keyword: str, value: Any, name: str, names: Sequence[str]) -> Any:
@@ -80,7 +176,7 @@ def check_exact(model: torch.nn.Module) -> None:
     """What cannot be equal to the last bit on every world size is refused.
 
     Raises:
-        ModelError: complex parameters, or a layer that rewrites its weights in the forward.
+        ModelError: complex parameters, a layer that rewrites its weights in the forward, or a compiled one.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
@@ -92,6 +188,12 @@ def check_exact(model: torch.nn.Module) -> None:
             raise ModelError(
                 f"exact=True: {path or 'the model'} rewrites its weights in the forward (max_norm=), slice by slice.",
                 fix=["leave max_norm out", "or exact=False"],
+            )
+        if plain_module(module) is not module or module._compiled_call_impl is not None:
+            raise ModelError(
+                f"exact=True: {plain_name(path + '.').strip('.') or 'the model'} is already compiled.",
+                evidence=["its kernels, and so its last bits, depend on the shapes that it has seen before"],
+                fix=["pass it uncompiled, with compile=True: one kernel per shape", "or exact=False"],
             )
 
 

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from evener.engine.precision import refuse_autocast
 from evener.engine.spread import existing
 from evener.engine.tally import Tally, as_loss, refuse_names
 from evener.engine.target import LossFn, Target
 from evener.engine.update import Update
+from evener.errors import LossError
 
 if TYPE_CHECKING:
     from evener.engine.engine import Engine
@@ -63,6 +65,8 @@ def backward(
         nominal: Rows of the global batch as the order gives them; None where only the ranks together know.
         all_delivered: False where rows may be missing, on any rank: then they are counted.
     """
+    if torch.is_autocast_enabled(engine.device.type):
+        refuse_autocast(engine.device)
     if target.training() != target.seen:
         engine.retarget(target)
     states = engine.randomness.save()
@@ -120,7 +124,15 @@ def _pieces(
         assert isinstance(value, torch.Tensor)
         if value.dtype in (torch.float16, torch.bfloat16):
             value = value.float()  # weights beyond 65504, or with more than 8 bits, must not be rounded
-        torch.autograd.backward(value, target.weight(loss, count, known, value), inputs=target.inputs)
+        try:
+            torch.autograd.backward(value, target.weight(loss, count, known, value), inputs=target.inputs)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise LossError(
+                "the loss's graph was used before: loss_fn calls backward(), or returns an earlier batch's loss.",
+                fix=["remove loss.backward() from loss_fn: evener does it", "compute the loss anew in every call"],
+            ) from error
         spread.after_backward(number)
         if buffers.any:
             buffers.after_backward()

@@ -15,6 +15,7 @@ from evener.config import Config
 from evener.data import Cursor, Mark
 from evener.dist import comm
 from evener.engine import Engine
+from evener.engine.setup import plain_name
 from evener.errors import UsageError
 
 FINISHED = "finished"  # a file in the run directory: the loop came to its end and the run was closed
@@ -40,8 +41,8 @@ def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]
         "stream": config.stream,
         "batchnorm": config.batchnorm,
         "prepare": config.prepare is not None,
-        "parameters": {name: _look(one) for name, one in engine.model.named_parameters()},
-        "buffers": {name: _look(one) for name, one in engine.model.named_buffers()},
+        "parameters": {plain_name(name): _look(one) for name, one in engine.model.named_parameters()},
+        "buffers": {plain_name(name): _look(one) for name, one in engine.model.named_buffers()},
     }
     for name, target in engine.targets.items():
         prefix = f"optimizer {name}".strip()

@@ -27,6 +27,8 @@ from evener.dist.blank import materialise
 from evener.dist.mix import mix
 from evener.engine import Engine, Update
 from evener.engine.engine import Models, Optimizers
+from evener.engine.precision import refuse_autocast
+from evener.engine.setup import by_name, check_function, check_model
 from evener.engine.step import Part
 from evener.errors import CheckpointError, DataError, UsageError, show_errors_without_traceback
 from evener.plan.handed import VARIABLE, read_plan
@@ -183,7 +185,7 @@ class Run:
 
     def _give_values(self, model: Models) -> list[str]:
         """Weights from a file, and storage for a blank model. Returns lines to show."""
-        models = {"": model} if isinstance(model, torch.nn.Module) else dict(model)
+        models = by_name("model", model)
         if self.config.weights is not None:
             if len(models) > 1:
                 raise UsageError("weights= is for one model.", fix=["evener.load(dir, g=generator, d=discriminator)"])
@@ -564,6 +566,9 @@ class Run:
             model: Another module to evaluate; by default the run's model.
             batch_size: Rows at once on one rank; by default the training's largest piece, at least 64.
         """
+        if metric_fn is not None:
+            check_function("metric_fn", metric_fn, "metric_fn(model, batch)")
+        self._can_compute(model)
         began = time.perf_counter()
         means, rows = evaluate(
             self.engine.model if model is None else model,
@@ -596,6 +601,8 @@ class Run:
 
         Leaves no trace, as `evaluate`; `model=` as there.
         """
+        check_function("fn", fn, "fn(model, batch)")
+        self._can_compute(model)
         return predict(
             self.engine.model if model is None else model,
             self.model if model is None else model,
@@ -612,6 +619,11 @@ class Run:
             exact=self.config.exact,
         )
 
+    def _can_compute(self, model: torch.nn.Module | None) -> None:
+        refuse_autocast(self.device)
+        if model is not None:
+            check_model(model)
+
     def _rows_at_once(self, batch_size: int | None) -> int:
         if batch_size is None:
             pieces = self.engine.cut.pieces(self.config.global_batch_size)
@@ -625,6 +637,8 @@ class Run:
 
         After a resume its saved state is loaded at once. Called on all ranks.
         """
+        if not isinstance(name, str):
+            raise UsageError(f"register({name!r}, ...): the name comes first.", fix=['run.register("name", thing)'])
         self.saving.register(name, thing)
 
     def save(self, name: str) -> None:
@@ -641,6 +655,10 @@ class Run:
 
     def export(self, path: str | os.PathLike[str], *, model: torch.nn.Module | None = None) -> None:
         """Weights with plain names as safetensors: of the run's model, or `model=run.ema`. Collective."""
+        if not isinstance(path, str | os.PathLike):
+            raise UsageError(f"export({path!r}): not a path.", fix=['run.export("model.safetensors")'])
+        if model is not None:
+            check_model(model)
         with self.group.call("export"):
             export_weights(self.engine.model if model is None else model, Path(path))
 
@@ -704,6 +722,8 @@ class Run:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Points of your own curves at the newest update; written on rank 0 only."""
+        if not isinstance(values, Mapping):
+            raise UsageError(f"log() takes a dict, not a {type(values).__name__}.", fix=['run.log({"name": value})'])
         self._out.log(values, max(0, self.number - 1))
 
     def digest(self) -> str:
