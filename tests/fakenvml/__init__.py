@@ -27,6 +27,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,6 +98,16 @@ class Fake:
         new = self.processes / f"new-{pid}"
         new.write_text("".join(f"{line}\n" for line in lines))
         os.replace(new, self.processes / str(pid))
+
+    def program(self, folder: Path) -> Path:
+        """A folder for PATH with a stand-in `nvidia-smi` that shows this machine."""
+        folder.mkdir()
+        path = folder / "nvidia-smi"
+        script = Path(__file__).with_name("nvidia_smi.py")
+        settings = f"LD_LIBRARY_PATH={library(self.era)} FAKE_NVML={self.path}"
+        path.write_text(f'#!/bin/sh\nexec env {settings} {sys.executable} {script} "$@"\n')
+        path.chmod(0o755)
+        return folder
 
     def environ(self, base: Mapping[str, str] | None = None, **more: str) -> dict[str, str]:
         environ = dict(os.environ if base is None else base)

@@ -468,6 +468,12 @@ NVML nvmlDeviceGetConfComputeMemSizeInfo(Device *d, void *out) { (void)out; CHEC
 NVML nvmlDeviceGetRunningProcessDetailList(Device *d, void *out) { (void)out; CHECK(d); return NOT_SUPPORTED; }
 #endif
 
+NVML nvmlDeviceGetProcessUtilization(Device *d, void *out, unsigned *count, uint64_t since) {
+    (void)out, (void)count, (void)since;
+    CHECK(d);
+    return NOT_FOUND;  /* no sample since then */
+}
+
 /* MIG: a device inside a GPU has its own handle. */
 NVML nvmlDeviceGetMigMode(Device *d, unsigned *now, unsigned *next) {
     CHECK(d);

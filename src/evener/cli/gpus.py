@@ -120,7 +120,7 @@ def render(given: argparse.Namespace, chosen: pick.Wish | None) -> tuple[str, in
     if given.json:
         return json.dumps(to_json(snapshot), indent=2) + "\n", code
     text = table.render(snapshot, topology=given.topology)
-    if not snapshot.gpus and not given.recorded:
+    if not snapshot.gpus and not given.recorded and code != 4:
         text += this_machine()
     if picked is not None:
         names = ", ".join(f"GPU {gpu.index}" for gpu in picked.gpus)

@@ -7,7 +7,7 @@ Its rules, as torch reads them (`torch.cuda._parse_visible_devices` is the oracl
                             one or with one that no GPU has ends the list; the same number twice empties it
     GPU-8f2e,GPU-1c         UUIDs or beginnings of one. The first word of another kind, of no GPU or of two GPUs ends
                             the list; the same GPU twice empties it. A space before GPU- makes it another kind
-    MIG-...                 likewise, for MIG devices
+    MIG-...                 likewise, for MIG devices (by their own UUIDs, which they have since driver 470)
     empty or -1             no GPU
 
 An index is the driver's number (what nvidia-smi shows); a slot is the position in the list, the N of `cuda:N`. Indices
@@ -136,15 +136,11 @@ def read(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> Visible:
 
 
 def _by_uuid(value: str | None, words: Iterable[str], gpus: Sequence[Gpu], because: list[str]) -> Visible:
-    full = [gpu.uuid for gpu in gpus if gpu.uuid]
-    parts = [(part.uuid, gpu.uuid) for gpu in gpus for part in gpu.mig if part.uuid]
+    uuids = [gpu.uuid for gpu in gpus] + [part.uuid for gpu in gpus for part in gpu.mig]
     slots: list[str] = []
     used: list[str] = []
     for word in words:
-        candidates = [uuid for uuid in full if uuid.startswith(word)]
-        if word.startswith("MIG-"):
-            candidates = [uuid for uuid, parent in parts if uuid.startswith(word) or word.startswith(f"MIG-{parent}/")]
-            candidates = candidates if word.startswith("MIG-GPU-") is False else candidates[:1]
+        candidates = [uuid for uuid in uuids if uuid and uuid.startswith(word)]
         if len(candidates) != 1:
             why = f"means {len(candidates)} GPUs" if candidates else "is no GPU of this machine"
             because.insert(0, f"{word} {why}: the list ends before it")
