@@ -15,6 +15,7 @@ VERBS = {
     "run": "start a script on every GPU (or N CPU processes) of this machine, and stay until it has ended",
     "gpus": "show the GPUs of this machine, who has them, and which are idle, or why not",
     "checkpoint": "list the checkpoints of a run, check every byte, export weights",
+    "top": "watch GPUs, processes and every evener run of this machine, and what each waits for",
     "doctor": "look at driver, torch, limits, network and disks, and name the fix of every fault",
 }
 

@@ -16,19 +16,21 @@ from evener.engine.update import Update
 from evener.report.console import Console
 from evener.report.curves import Curves
 from evener.report.folder import RunFolder
+from evener.run.pulse import Pulse
 
 _SHORTEST, _LONGEST, _POINTS = 0.1, 10.0, 500
-_Waiting = tuple[Update, torch.Tensor, float, Any, int]
+_Waiting = tuple[Update, torch.Tensor, float, float, Any, int]
 
 
 class Output:
-    """Rank 0's console, events and curves; on other ranks the same object does nothing."""
+    """Rank 0's console, events and curves; on other ranks the same object only keeps their pulse."""
 
     def __init__(self, active: bool, dir: Any, logger: Any, *, continues: bool = False) -> None:
         self.active = active
         self.console = Console(active)
         self.folder = RunFolder(dir, active=active, say=self.console.say, continues=continues)
         self.curves = Curves(self.folder, logger)
+        self.pulse = Pulse()
         self.began = time.perf_counter()
         self.due = 0.0
         self.rows = 0  # since the last point
@@ -38,13 +40,18 @@ class Output:
 
     def update(self, update: Update, rows: int, done: int, total: int | None) -> None:
         """After every update, `done` of `total`. A clock reading when no point is due; never waits for the device."""
+        now, pulse = time.perf_counter(), self.pulse
+        pulse.stepped += now - pulse.mark  # here, because a call is what an update of a tiny network is made of
+        pulse.mark = now
+        pulse.updates += 1
+        if now >= pulse.due:
+            pulse.write(update.number, now)
         if not self.active:
             return
         self.rows += rows
         self.total = total
         if self.waiting is not None:
             self._land(total)
-        now = time.perf_counter()
         last = total is not None and done >= total
         if now < self.due and not last:
             return
@@ -57,14 +64,14 @@ class Output:
             event.record()
         seconds = now - self.since
         speed = self.rows / seconds if seconds > 0 else 0.0
-        self.waiting = (update, vector, speed, event, done)
+        self.waiting = (update, vector, speed, self.pulse.share(), event, done)
         self.rows, self.since = 0, now
         if last:
             self._land(total, wait=True)
 
     def _land(self, total: int | None, *, wait: bool = False) -> None:
         assert self.waiting is not None
-        update, vector, speed, event, done = self.waiting
+        update, vector, speed, data_wait, event, done = self.waiting
         if event is not None and not wait and not event.query():
             return
         if event is not None:
@@ -82,6 +89,7 @@ class Output:
             lr=update.lr,
             grad_norm=update.grad_norm,
             rows_per_second=speed,
+            data_wait=round(data_wait, 4),
         )
         points: dict[str, float] = {f"train/{name}": value for name, value in values.items()}
         points |= {"train/grad_norm": update.grad_norm, "train/rows_per_second": speed}
@@ -101,6 +109,7 @@ class Output:
         self.curves.log(values, step)
 
     def close(self) -> None:
+        self.pulse.close()
         self.console.close()
         self.curves.close()
         self.folder.close()

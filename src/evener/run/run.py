@@ -205,6 +205,8 @@ class Run:
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
         self.saving.open(self.path)
+        ranks = {"rank": self.rank, "world_size": self.world_size, "num_workers": self.feed.num_workers}
+        self._output.pulse.open(self.path, self.device, **ranks)
         folder, say = self._output.folder, self._output.console.say
         folder.write_config(config.as_json())
         versions = {"evener": _version(), "torch": torch.__version__}
@@ -422,7 +424,7 @@ class Run:
             updates = None if total is None else total - self._batches
             epochs = None if self._until is None else self._until - self.cursor.epoch
             portions = self.feed.portions(self.cursor, updates=updates, epochs=epochs)
-            for portion in portions:
+            for portion in self._out.pulse.timed(portions):
                 self._end_epochs()
                 self._epoch_rows = portion.cursor.offset + portion.rows
                 parts = [

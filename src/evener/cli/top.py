@@ -1,0 +1,168 @@
+"""`evener top`: GPUs, who is on them, and what every evener run of this machine waits for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import sys
+import textwrap
+import time
+from typing import TYPE_CHECKING, Any
+
+from evener.cli.run import Parser
+
+if TYPE_CHECKING:
+    from evener.gpus import Snapshot
+    from evener.report.live import Running
+
+EXAMPLES = """\
+examples:
+  evener top                 a live view, once a second; Ctrl-C ends it
+  evener top --once          one look, as text (also where the output is no terminal)
+  evener top --json          one look, as JSON
+"""
+_CAVEAT = "% of a GPU: some kernel ran, not how well. data: the host waited for rows."
+
+
+def parser() -> Parser:
+    options = Parser(
+        prog="evener top",
+        description="One view of this machine: its GPUs, the processes on them, and every evener run.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    options.add_argument("--once", action="store_true", help="look once and end")
+    options.add_argument("--json", action="store_true", help="look once: {host, driver, gpus: [...], runs: [...]}")
+    options.add_argument("--interval", metavar="SECONDS", type=_seconds, default=1.0, help="between looks (default: 1)")
+    return options
+
+
+def _seconds(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if value < 0.1:
+        raise argparse.ArgumentTypeError(f"{word} is no time of at least 0.1 seconds")
+    return value
+
+
+def main(argv: list[str]) -> int:
+    given = parser().parse_args(argv)
+    view = View()
+    if given.json:
+        gpus, runs = view.look()
+        print(json.dumps(as_json(gpus, runs), indent=1))
+        return 0
+    if given.once or not sys.stdout.isatty():
+        print("\n".join(lines(*view.look(), columns=shutil.get_terminal_size().columns)))
+        return 0
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                shown = lines(*view.look(), columns=console.width)
+                left = len(shown) - console.height
+                if left > 0:
+                    shown = [*shown[: console.height - 1], f"... {left + 1} more lines: a higher terminal, or --once"]
+                live.update(Text("\n".join(shown), no_wrap=True), refresh=True)
+                time.sleep(given.interval)
+    except KeyboardInterrupt:
+        return 0
+
+
+class View:
+    """What has to be remembered between two looks: the GPUs' numbers, and how far every run's events were read."""
+
+    def __init__(self) -> None:
+        from evener.gpus.leases import Folder, default_path
+        from evener.launch.machine import usable_cpus
+        from evener.report.live import Watcher
+
+        self.leases = Folder(default_path())
+        self.index: dict[str, int] = {}
+        self.watcher = Watcher(usable_cpus(), self.index.get)
+
+    def look(self) -> tuple[Snapshot, list[Running]]:
+        from evener.gpus import look_at_gpus
+
+        gpus = look_at_gpus(os.environ, holder_of=self.leases.holder)
+        self.index.update((gpu.uuid, gpu.index) for gpu in gpus.gpus if gpu.uuid)
+        return gpus, self.watcher.look()
+
+
+def as_json(gpus: Snapshot, runs: list[Running]) -> dict[str, Any]:
+    from evener.gpus import to_json
+
+    seen = to_json(gpus)
+    return {
+        "host": socket.gethostname(),
+        **{name: seen[name] for name in ("driver", "cuda", "source", "gpus", "trouble")},
+        "runs": [dataclasses.asdict(run) for run in runs],
+    }
+
+
+def lines(gpus: Snapshot, runs: list[Running], *, columns: int) -> list[str]:
+    """The view as lines that fit `columns`."""
+    from evener.report.live import run_lines
+
+    found = [
+        f"evener top  {socket.gethostname()}  {time.strftime('%H:%M:%S')}"
+        + (f"  driver {gpus.driver}" * bool(gpus.driver))
+    ]
+    if gpus.trouble is not None and not gpus.gpus:
+        found += textwrap.wrap(gpus.trouble.cause, columns)
+    for gpu in gpus.gpus:
+        found += _gpu_lines(gpu)
+    found.append("")
+    if not runs:
+        found.append("no evener run on this machine (that you may see)")
+    for run in runs:
+        for line in run_lines(run, _size):
+            keeps = line.startswith("  ->")  # the verdict is never cut
+            found += textwrap.wrap(line, columns, subsequent_indent="     ") if keeps else [line]
+    found += ["", _CAVEAT] if gpus.gpus or runs else []
+    return [_cut(line, columns) for line in found]
+
+
+def _gpu_lines(gpu: Any) -> list[str]:
+    from evener.report.text import clean, format_seconds
+
+    def known(value: Any, unit: str) -> str:
+        return f"{'?' if value is None else f'{value:.0f}'} {unit}"
+
+    name = (gpu.name or "GPU").removeprefix("NVIDIA ")[:20]
+    if gpu.error:
+        return [f"GPU {gpu.index:<2} {name:<20}  {clean(gpu.error)}"]
+    used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
+    memory = f"{'?' if used is None else _size(used)} of {'?' if total is None else _size(total)}"
+    heat = "".join(f"  {reason}" for reason in gpu.health.throttle or ())
+    state = "idle" if gpu.idle else ""
+    numbers = (
+        f"{known(gpu.utilization_percent, '%'):>5}  {known(gpu.temperature_c, 'C'):>4}  {known(gpu.power_w, 'W'):>5}"
+    )
+    found = [f"GPU {gpu.index:<2} {name:<20}  {numbers}  {memory:<22}{state}{heat}".rstrip()]
+    for one in gpu.processes or ():
+        memory = "?" if one.memory_bytes is None else _size(one.memory_bytes)
+        age = "" if one.age_seconds is None else f"{format_seconds(one.age_seconds)}  "
+        found.append(clean(f"       {one.user or '?'}  pid {one.pid}  {memory}  {age}{one.command or ''}"))
+    return found
+
+
+def _size(count: int) -> str:
+    from evener.gpus.look import size
+
+    return size(count)
+
+
+def _cut(line: str, columns: int) -> str:
+    return line if len(line) <= columns else line[: columns - 1] + "…"
