@@ -26,6 +26,7 @@ from evener.dist import device as devices
 from evener.dist.blank import materialise
 from evener.dist.mix import mix
 from evener.engine import Engine, Update
+from evener.engine.divergence import refuse_divergence
 from evener.engine.engine import Models, Optimizers
 from evener.engine.precision import refuse_autocast
 from evener.engine.setup import by_name, check_function, check_model
@@ -205,8 +206,6 @@ class Run:
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
         self.saving.open(self.path)
-        ranks = {"rank": self.rank, "world_size": self.world_size, "num_workers": self.feed.num_workers}
-        self._output.pulse.open(self.path, self.device, **ranks)
         folder, say = self._output.folder, self._output.console.say
         folder.write_config(config.as_json())
         versions = {"evener": _version(), "torch": torch.__version__}
@@ -424,7 +423,7 @@ class Run:
             updates = None if total is None else total - self._batches
             epochs = None if self._until is None else self._until - self.cursor.epoch
             portions = self.feed.portions(self.cursor, updates=updates, epochs=epochs)
-            for portion in self._out.pulse.timed(portions):
+            for portion in portions:
                 self._end_epochs()
                 self._epoch_rows = portion.cursor.offset + portion.rows
                 parts = [
@@ -676,6 +675,7 @@ class Run:
             "epoch": self._epoch_sums.state_dict(),
         }
         with self.group.call("save" if isinstance(name, str) else "the loop's checkpoint"):
+            refuse_divergence(self.engine.model, [target.optimizer for target in self.engine.targets.values()])
             notes = self.saving.write(name, position, self.number, behind=behind)
         blocked = _since(began)
         if behind:
