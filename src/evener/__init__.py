@@ -27,6 +27,7 @@ _WHERE = {
     "rank": "evener.dist.info",
     "world_size": "evener.dist.info",
     "first": "evener.dist.first",
+    "spawn": "evener.dist.spawn",
     "comm": "evener.dist",
 }
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from evener.dist.info import rank as rank
     from evener.dist.info import seed as seed
     from evener.dist.info import world_size as world_size
+    from evener.dist.spawn import spawn as spawn
     from evener.engine import Engine as Engine
     from evener.engine import Mean as Mean
     from evener.engine import Update as Update
