@@ -33,7 +33,10 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
             "a checkpoint was written; training waited for blocked_seconds",
             ("path", "seconds", "blocked_seconds"),
         ),
-        "resume": ("the run continues from a checkpoint", ("checkpoint",)),
+        "resume": (
+            "the run continues from a checkpoint; later updates are made again",
+            ("checkpoint", "redone_updates"),
+        ),
         "stop": ("the run ends before its last update", ("reason",)),
         "finish": ("the run made its last update", ("updates", "seconds")),
         "warning": ("something the console also said", ("text",)),

@@ -6,6 +6,7 @@ point is taken at most every 50 ms, and more rarely as a run gets long: the cost
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from evener.engine.update import Update
 from evener.report.console import Console
 from evener.report.curves import Curves
+from evener.report.events import read_events
 from evener.report.folder import RunFolder
+from evener.report.goodput import goodput
 from evener.run.pulse import Pulse
 
 _SHORTEST, _LONGEST, _POINTS = 0.1, 10.0, 500
@@ -107,6 +110,14 @@ class Output:
         if self.waiting is not None and self.waiting[0].number < step:
             self._land(self.total, wait=True)  # loggers drop a point that comes after a later one
         self.curves.log(values, step)
+
+    def say_goodput(self) -> None:
+        """The last line of a run that was interrupted: what that cost."""
+        path = self.folder.path
+        with contextlib.suppress(OSError):
+            cost = goodput(read_events(path / "events.jsonl")) if self.active and path is not None else None
+            if cost is not None and cost.restarts:
+                self.console.say(f"finished: {cost}")
 
     def close(self) -> None:
         self.pulse.close()

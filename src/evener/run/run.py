@@ -34,6 +34,7 @@ from evener.engine.step import Part
 from evener.errors import CheckpointError, DataError, UsageError, show_errors_without_traceback
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
+from evener.report.goodput import newest_update
 from evener.run.epoch import Epoch, Sums
 from evener.run.evaluate import MetricFn, evaluate, predict
 from evener.run.output import Output
@@ -203,6 +204,7 @@ class Run:
         wanted = Path(config.dir) if config.dir is not None else Path("runs") / script_name()
         with self.group.call("the constructor of Run or Engine"):
             path, saved, notes = self.saving.find(wanted, self.is_main)
+        reached = newest_update(path) if path is not None and self.is_main else None
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
         self.saving.open(self.path)
@@ -227,8 +229,12 @@ class Run:
             self._report(*event)
         if saved is not None:
             self._restore(saved)
-            say(f"  continues {self.path} after {self.number} updates")
-            folder.event("resume", update=self.number - 1, checkpoint=f"update-{self.number}")
+            redone = 0 if reached is None else max(0, reached + 1 - self.number)
+            say(
+                f"  continues {self.path} after {self.number} updates"
+                + (f" ({self.number + redone} were made)" if redone else "")
+            )
+            folder.event("resume", update=self.number - 1, checkpoint=f"update-{self.number}", redone_updates=redone)
 
     # ------------------------------------------------------------------------------------------------ what it is
 
@@ -472,6 +478,7 @@ class Run:
                 if self.config.save_every is not None:
                     self._save(self.number)
                 self._out.folder.event("finish", update=self.number - 1, updates=self.number, seconds=_since(began))
+                self._out.say_goodput()
         except GeneratorExit:
             # `break`: the script decided that this is enough. After an exception in the body it is not (see close).
             self._loop_ended, self._error_before = True, _uncaught()
@@ -775,7 +782,9 @@ class Run:
             try:
                 (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
             except OSError as error:
-                self._say(f"{self.path} could not be marked as finished ({error.strerror}): a next run would continue it")
+                self._say(
+                    f"{self.path} could not be marked as finished ({error.strerror}): a next run would continue it"
+                )
 
     def _must_be_open(self) -> None:
         if self._closed:

@@ -1,0 +1,77 @@
+"""What interruptions cost a run: updates made twice, seconds lost, and the share of the time that was of use.
+
+Lost is the time from the moment whose state a continued run went on from to its first update afterwards. After a stop
+that was asked for nothing is made twice, and the pause until the next start is nobody's loss: it is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evener.report.events import read_events
+
+
+@dataclass(frozen=True)
+class Goodput:
+    restarts: int
+    redone_updates: int
+    lost_seconds: float
+    wall_seconds: float  # since the first start, pauses left out
+
+    @property
+    def share(self) -> float | None:
+        """Between 0 and 1; None when no time has passed."""
+        return max(0.0, 1 - self.lost_seconds / self.wall_seconds) if self.wall_seconds > 0 else None
+
+    def __str__(self) -> str:
+        redid = f"redid {self.redone_updates:,} update{'s' * (self.redone_updates != 1)}"
+        times = f"{self.lost_seconds:.1f} s lost in {self.restarts} restart{'s' * (self.restarts != 1)}"
+        share = "unknown" if self.share is None else f"{100 * self.share:.0f} %"
+        return f"{redid}, {times}; goodput {share}"
+
+
+def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput | None:
+    """Of one run directory's events, in their order. None when it never started."""
+    first = last = stopped = lost_since = None
+    saved: dict[str, float] = {}  # when the state of a checkpoint was the newest
+    restarts = redone = 0
+    lost = paused = 0.0
+    for event in events:
+        kind, now = event.get("kind"), event.get("t")
+        if not isinstance(now, float | int):
+            continue
+        first = now if first is None and kind == "start" else first
+        if kind == "start" and stopped is not None:
+            paused += now - stopped[0]
+            stopped = (stopped[0], now)
+        elif kind == "checkpoint":
+            saved[Path(str(event.get("path"))).name] = now - float(event.get("seconds") or 0)
+        elif kind == "resume":
+            restarts += 1
+            redone += int(event.get("redone_updates") or 0)
+            lost_since = stopped[1] if stopped else saved.get(str(event.get("checkpoint")), last if last else now)
+        elif kind == "update" and lost_since is not None:
+            lost, lost_since = lost + now - lost_since, None
+        stopped = (now, now) if kind == "stop" else stopped if kind in ("start", "contract", "warning") else None
+        last = now
+    if first is None or last is None:
+        return None
+    return Goodput(restarts, redone, round(lost, 3), round(last - first - paused, 3))
+
+
+def newest_update(folder: Path) -> int | None:
+    """The number of the newest update that left a trace in a run directory; each rank leaves one a second."""
+    numbers = []
+    for path in folder.glob("pulse-rank*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            numbers.append(int(json.loads(path.read_text(encoding="ascii"))["update"]))
+    with contextlib.suppress(OSError):
+        for event in read_events(folder / "events.jsonl"):
+            if event.get("kind") == "update" and isinstance(event.get("update"), int):
+                numbers.append(event["update"])
+    return max(numbers, default=None)
