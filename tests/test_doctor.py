@@ -26,7 +26,9 @@ def plant(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-STATUS = "Name:\tx\nState:\tS (sleeping)\nPPid:\t{parent}\nUid:\t{uid}\t0\t0\t0\nCpus_allowed_list:\t0-1,8\n"
+STATUS = (
+    "Name:\tx\nState:\tS (sleeping)\nPPid:\t{parent}\nUid:\t{uid}\t0\t0\t0\nNSsid:\t{sid}\nCpus_allowed_list:\t0-1,8\n"
+)
 MACHINE = {
     "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.129.03  Release Build\n",
     "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.570.86.15": "",
@@ -36,7 +38,7 @@ MACHINE = {
     "proc/cmdline": "ro intel_iommu=on",
     "proc/self/limits": "Limit Soft Hard Units\nMax open files            1024   1048576   files\n"
     "Max locked memory         65536  unlimited  bytes\n",
-    "proc/self/status": STATUS.format(parent=2, uid=0),
+    "proc/self/status": STATUS.format(parent=2, uid=0, sid=70),
     "proc/self/cgroup": "5:memory:/docker/abc\n0::/\n",
     "proc/cpuinfo": "processor\t: 0\nprocessor\t: 1\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
@@ -50,14 +52,16 @@ MACHINE = {
     "etc/nccl.conf": "# ours\nNCCL_DEBUG=INFO\n",
     "home/me/.nccl.conf": "NCCL_ALGO = Ring\n",
     "var/log/kern.log": "x NVRM: Xid (PCI:0000:19:00): 79, pid=1\nunrelated\n",
-    "proc/77/status": STATUS.format(parent=1, uid=os.getuid()),
+    "proc/77/status": STATUS.format(parent=1, uid=os.getuid(), sid=70),
     "proc/77/cmdline": "pt_data_worker\0",
-    "proc/78/status": STATUS.format(parent=77, uid=os.getuid()),
+    "proc/78/status": STATUS.format(parent=77, uid=os.getuid(), sid=70),
     "proc/78/cmdline": "torchrun\0x.py\0",
-    "proc/79/status": STATUS.format(parent=1, uid=os.getuid() + 1),
+    "proc/79/status": STATUS.format(parent=1, uid=os.getuid() + 1, sid=70),
     "proc/79/cmdline": "torchrun\0x.py\0",
-    "proc/80/status": STATUS.format(parent=1, uid=os.getuid()),
+    "proc/80/status": STATUS.format(parent=1, uid=os.getuid(), sid=70),
     "proc/80/cmdline": "python\0-m\0torch.distributed.run\0",
+    "proc/81/status": STATUS.format(parent=1, uid=os.getuid(), sid=1),  # a container's first program started it
+    "proc/81/cmdline": "torchrun\0x.py\0",
     "run/lock/evener/x": "",
     "etc/evener.toml": '[gpus]\nlock_folder = "/run/lock/evener"\n',
 }
@@ -187,10 +191,10 @@ def test_a_record_is_judged_elsewhere_as_it_was_here(capsys, tmp_path):
 
 def test_the_page_shows_what_is_wrong_with_its_fix(capsys, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert main(["doctor", "--only", "nccl-variables", "--only", "pynvml"]) == 0
+    assert main(["doctor", "--only", "nccl-variables", "--only", "nvml-package"]) == 0
     out = capsys.readouterr().out
     assert "1 warning, 1 ok" in out and "warning   nccl-variables: NCCL_P2P_DISABLE=1" in out
-    assert "fix     unset NCCL_P2P_DISABLE" in out and "ok        pynvml" in out
+    assert "fix     unset NCCL_P2P_DISABLE" in out and "ok        nvml-package" in out
     assert max(map(len, out.splitlines())) <= 120
     assert main(["doctor", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 38

@@ -11,64 +11,32 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import resources
 from typing import Any
 
 from evener.doctor import gpu, host, network
 from evener.doctor.facts import Facts
-from evener.doctor.seen import LEVELS, Finding, Seen, finding, page, texts
+from evener.doctor.seen import LEVELS, Faults, Finding, findings, page, texts
 
-# In the order of checks.toml.
-CHECKS: dict[str, Callable[[Facts], Iterator[Seen]]] = {
-    "driver-match": gpu.driver_match,
-    "nvml": gpu.nvml,
-    "lost-gpu": gpu.lost_gpu,
-    "torch-cuda": gpu.torch_cuda,
-    "arch-list": gpu.arch_list,
-    "visible-devices": gpu.visible_devices,
-    "device-order": gpu.device_order,
-    "pynvml": host.nvml_package,
-    "hidden-memory": gpu.hidden_memory,
-    "orphans": host.orphans,
-    "mig": gpu.mig,
-    "compute-mode": gpu.compute_mode,
-    "throttling": gpu.throttling,
-    "ecc": gpu.ecc,
-    "pcie": gpu.pcie,
-    "topology": gpu.topology,
-    "peer-access": gpu.peer_access,
-    "shared-memory": host.shared_memory,
-    "memlock": host.memlock,
-    "open-files": host.open_files,
-    "cpus": host.cpus,
-    "memory-limit": host.memory_limit,
-    "omp-threads": host.omp_threads,
-    "numa": gpu.numa,
-    "hostname": network.hostname,
-    "reverse-dns": network.reverse_dns,
-    "duplicate-names": network.duplicate_names,
-    "interfaces": network.interfaces,
-    "ports": network.ports,
-    "mtu": network.mtu,
-    "clock": network.clock,
-    "versions": network.versions,
-    "nccl-variables": network.nccl_variables,
-    "infiniband": network.infiniband,
-    "directory": host.directory,
-    "lock-directory": host.lock_directory,
-    "left-over": host.left_over,
-    "collective": gpu.collective,
-}
+
+def _function(name: str) -> Callable[[Facts], Faults]:
+    """The function of a check bears its name, in one of the three files."""
+    word = name.replace("-", "_")
+    found: Callable[[Facts], Faults] = next(getattr(file, word) for file in (gpu, host, network) if hasattr(file, word))
+    return found
+
+
+CHECKS = {name: _function(name) for name in texts()}
 NEED_TORCH = {"torch-cuda", "arch-list", "collective"}
-COMPARE = {"duplicate-names", "ports", "mtu", "clock", "versions"}
 OF_ALL_HOSTS = tuple(CHECKS)[24:35]  # hostname to directory: what --nodes is about
+COMPARE = {"duplicate-names", "ports", "mtu", "clock", "versions"}
 
 
 def examine(facts: Facts, names: Iterable[str]) -> list[Finding]:
     """The findings of these checks, in their order; every check says at least one thing."""
-    return [finding(name, seen) for name in names for seen in CHECKS[name](facts)]
+    return [one for name in names for one in findings(name, CHECKS[name](facts))]
 
 
 def examine_hosts(facts: Facts, names: Iterable[str]) -> list[Finding]:
@@ -77,20 +45,18 @@ def examine_hosts(facts: Facts, names: Iterable[str]) -> list[Finding]:
     found: list[Finding] = []
     for name in names:
         if name in COMPARE:
-            found += [finding(name, seen) for seen in CHECKS[name](facts)]
+            found += examine(facts, [name])
             continue
         for host_name, one in facts.hosts["hosts"].items():
-            own = Facts.from_json(json.dumps(one["facts"] | {"hosts": None}), host_name)
-            own = replace(own, hosts={"hosts": {}, "missing": []})
-            each = [finding(name, seen) for seen in CHECKS[name](own)]
-            found += [replace(seen, found=f"{host_name}: {seen.found}") for seen in each]
+            own = replace(Facts.from_json(json.dumps(one["facts"]), host_name), hosts={"hosts": {}, "missing": []})
+            found += [replace(seen, found=f"{host_name}: {seen.found}") for seen in examine(own, [name])]
         if name == "directory":
-            found += [finding(name, seen) for seen in host.shared_directory(facts)]
+            found += findings(name, host.shared_directory(facts))
     return found
 
 
-def worst(findings: Iterable[Finding]) -> str:
-    return min((one.level for one in findings), key=LEVELS.index, default="ok")
+def worst(found: Iterable[Finding]) -> str:
+    return min((one.level for one in found), key=LEVELS.index, default="ok")
 
 
 class TorchChild:

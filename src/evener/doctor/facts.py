@@ -391,30 +391,31 @@ def _port(port: int) -> dict[str, Any]:
 
     with contextlib.suppress(psutil.Error, OSError):
         for one in psutil.net_connections("tcp"):
-            if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
-                return {
-                    "pid": one.pid,
-                    "mine": one.pid is not None and psutil.Process(one.pid).uids().real == os.getuid(),
-                }
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+                mine = one.pid is not None and psutil.Process(one.pid).uids().real == os.getuid()
+                return {"pid": one.pid, "mine": mine}
         return {}
     with socket.socket() as probe:  # macOS shows the connections to root alone
         return {"pid": None, "mine": False} if probe.connect_ex(("127.0.0.1", port)) == 0 else {}
 
 
-def _left_over(at: Root) -> list[dict[str, Any]]:
-    """My processes without a parent that launch ranks, are ranks, or hold a GPU."""
+def _left_over(at: Root) -> list[dict[str, Any]] | None:
+    """My processes without a parent that launch ranks, are ranks, or hold a GPU; None without a /proc.
+
+    What shares the session of process 1 is no orphan: a container's first program started it.
+    """
     found = []
     for folder in at.glob("proc/[0-9]*"):
         status = at.read(f"proc/{folder.name}/status") or ""
-        mine = _found(r"Uid:\s+(\d+)", status) == str(os.getuid()) and _found(r"PPid:\s+(\d+)", status) == "1"
-        if not mine or "State:\tZ" in status:
+        mine = _found(r"Uid:\s+(\d+)", status) == str(os.getuid()) and "State:\tZ" not in status
+        if not mine or _found(r"PPid:\s+(\d+)", status) != "1" or _found(r"NSsid:.*?(\d+)\n", status) in ("0", "1"):
             continue
         command = (at.read(f"proc/{folder.name}/cmdline") or "").replace("\0", " ").strip()
         files = [_tried(lambda one=one: os.readlink(one)) or "" for one in folder.glob("fd/*")]  # type: ignore[misc]
         gpu = any(re.fullmatch(r"/dev/nvidia\d+", file) for file in files)
         if gpu or any(word in command for word in _LAUNCHERS):
             found.append({"pid": int(folder.name), "command": command[:200], "gpu": gpu})
-    return found
+    return found if at.at("proc").is_dir() else None
 
 
 def _locks(at: Root) -> dict[str, Any]:

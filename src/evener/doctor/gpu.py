@@ -3,131 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import combinations
 from typing import Any
 
 from evener.doctor.facts import Facts
-from evener.doctor.host import size
-from evener.doctor.seen import Seen, error, ok, skipped, unknown, warning
+from evener.doctor.host import known
+from evener.doctor.seen import Faults, Skipped, Unknown, error, warning
 from evener.gpus import visible
-from evener.gpus.values import Gpu, Link
+from evener.gpus.look import size
+from evener.gpus.nvml import PATHS
+from evener.gpus.values import Gpu
 
 NONE = "no NVIDIA GPU here"
 _HIDDEN_BYTES = 500 << 20
 _SERIOUS_XIDS = {48, 63, 64, 74, 79, 92, 94, 95}
-_RELEASES = ("cu118", "cu121", "cu124", "cu126", "cu128", "cu130")  # CUDA builds of torch, oldest first
-_PATHS = ("same board", "one PCIe switch", "several PCIe switches", "one host bridge", "one socket", "other socket")
-
-
-def well(f: Facts) -> list[Gpu]:
-    return [gpu for gpu in f.gpus.gpus if gpu.error is None]
-
-
-def used(f: Facts) -> list[Gpu]:
-    """GPUs that a program started here would see; all of them where that is not known."""
-    return [gpu for gpu in well(f) if gpu.slot is not None] or well(f)
-
-
-def label(gpu: Gpu) -> str:
-    return f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
-
-
-def driver_match(f: Facts) -> Iterator[Seen]:
-    kernel, library, trouble = f.kernel_driver, f.nvml_library, f.gpus.trouble
-    if trouble is not None and trouble.kind == "mismatch":
-        yield error(f"kernel module {kernel or '?'}, library {library or '?'}: NVML says they do not match", "reboot")
-    elif kernel and library and kernel != library:
-        yield error(f"kernel module {kernel}, library {library}", "reboot")
-    elif kernel and library:
-        yield ok(f"both are {kernel}")
-    elif f.gpus.driver:
-        yield ok(f"driver {f.gpus.driver} answers")
-    else:
-        yield skipped("no NVIDIA driver here")
-
-
-def nvml(f: Facts) -> Iterator[Seen]:
-    trouble, driver = f.gpus.trouble, f.kernel_driver
-    if trouble is None and (f.gpus.gpus or f.gpus.source == "nvml"):
-        count = len(f.gpus.gpus)
-        cuda = f", CUDA {f.gpus.cuda}" if f.gpus.cuda else ""
-        yield ok(f"{count} GPU{'s' * (count != 1)}, driver {f.gpus.driver or '?'}{cuda}, asked through {f.gpus.source}")
-    elif f.device_files and f.nvml_library is None and (trouble is None or trouble.kind == "no-driver"):
-        yield error(f"/dev/{f.device_files[0]} is there, libnvidia-ml.so.1 is not", "no-library", version=driver or "?")
-    elif f.device_files:
-        cause = trouble.cause if trouble else "NVML gave no answer"
-        yield error(f"/dev/{f.device_files[0]} is there, but: {cause}", "lost-device-rules")
-    elif trouble is not None and trouble.broken:
-        yield error(trouble.cause, "load")
-    elif driver:
-        yield warning(f"the host has driver {driver}, and no GPU is handed to this container", "no-gpu-in-container")
-    else:
-        yield skipped(NONE)
-
-
-def lost_gpu(f: Facts) -> Iterator[Seen]:
-    seen = False
-    for gpu in f.gpus.gpus:
-        if gpu.error is not None:
-            seen = True
-            others = ",".join(one.uuid or str(one.index) for one in well(f)) or '""'
-            fix = "reset" if "reset" in gpu.error.lower() else "lost"
-            yield error(f"{label(gpu)}: {gpu.error}", fix, others=others, index=gpu.index)
-    numbers = [re.search(r"Xid \([^)]*\): (\d+)", line) for line in f.kernel_log or ()]
-    xids = sorted({int(match[1]) for match in numbers if match})
-    if f.kernel_log:
-        seen = True
-        level = error if _SERIOUS_XIDS & set(xids) or not xids else warning
-        yield level(f"the kernel's log has {len(f.kernel_log)} such lines, the last: {f.kernel_log[-1][:160]}", "xid")
-    if not seen and not f.gpus.gpus:
-        yield skipped(NONE)
-    elif not seen:
-        log = "the kernel's log has no Xid" if f.kernel_log is not None else "the kernel's log may not be read"
-        yield ok(f"all {len(f.gpus.gpus)} GPUs answer; {log}")
-
-
-def wheel(driver_cuda: str | None) -> str:
-    """The newest CUDA build of torch that a driver serves; the newest of all where the driver is unknown."""
-    if driver_cuda is None:
-        return _RELEASES[-1]
-    limit = int(driver_cuda.replace(".", ""))
-    return next((one for one in reversed(_RELEASES) if int(one[2:]) <= limit), _RELEASES[0])
-
-
-def torch_cuda(f: Facts) -> Iterator[Seen]:
-    t = f.torch
-    if t is None:
-        yield unknown("torch was not asked")
-        return
-    fill: dict[str, Any] = {"python": f.python, "wheel": wheel(f.gpus.cuda), "driver": f.gpus.driver or "the driver"}
-    has, needs = f.gpus.cuda, t.get("cuda")
-    if t.get("stage") in ("import", "cuda") and t.get("ended") == "hung":
-        yield error(f"a child process hung for {t['seconds']:.0f} s at: {_STAGES[t['stage']]}", "hangs", **fill)
-    elif t.get("stage") in ("import", "cuda") and t.get("ended"):
-        yield error(f"a child process {t['ended']} at: {_STAGES[t['stage']]}", "aborts", **fill)
-    elif "import_error" in t:
-        fix = "no-torch" if "No module named 'torch'" in t["import_error"] else "import"
-        yield error(f"import torch fails: {t['import_error']}", fix, **fill)
-    elif needs is None and well(f):
-        yield error(
-            f"torch {t['version']} is built without CUDA, and there are {len(well(f))} GPUs", "cpu-build", **fill
-        )
-    elif needs is None:
-        yield ok(f"torch {t['version']}, built without CUDA; {NONE}")
-    elif has is not None and _major(needs) > _major(has):
-        found = f"torch {t['version']} is built for CUDA {needs}, the driver serves up to {has}"
-        yield error(found, "newer-driver", cuda=needs, has=f"CUDA {has}", **fill)
-    elif well(f) and not t.get("available") and f.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        yield error(
-            f"torch {t['version']} sees no GPU: {t.get('cuda_error') or 'no reason given'}", "unavailable", **fill
-        )
-    elif has is not None and tuple(map(int, needs.split("."))) > tuple(map(int, has.split("."))):
-        yield warning(f"torch {t['version']} is built for CUDA {needs}, the driver serves {has}", "minor")
-    else:
-        nccl = t.get("nccl_version") or "none"
-        yield ok(f"torch {t['version']}, CUDA {needs}, NCCL {nccl}; {t.get('devices', 0)} GPUs seen")
-
-
+_BUILDS = ("cu118", "cu121", "cu124", "cu126", "cu128", "cu130")  # CUDA builds of torch, oldest first
 _STAGES = {
     "import": "import torch",
     "cuda": "torch.cuda.is_available()",
@@ -136,293 +27,304 @@ _STAGES = {
 }
 
 
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
+def well(f: Facts) -> list[Gpu]:
+    """GPUs that answer; a check that needs one ends here without."""
+    if not (found := [gpu for gpu in f.gpus.gpus if gpu.error is None]):
+        raise Skipped(NONE)
+    return found
 
 
-def arch_list(f: Facts) -> Iterator[Seen]:
-    built = (f.torch or {}).get("arch_list")
+def used(f: Facts) -> list[Gpu]:
+    """GPUs that a program started here would see; all of them where that is not known."""
+    return [gpu for gpu in well(f) if gpu.slot is not None] or well(f)
+
+
+def told(answers: Iterable[Any], words: str) -> str:
+    """No fault was found: good, unless nobody answered."""
+    if all(one is None for one in answers):
+        raise Unknown("the driver does not tell")
+    return words
+
+
+def label(gpu: Gpu) -> str:
+    return f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
+
+
+def uuids(gpus: Iterable[Gpu]) -> str:
+    return ",".join(gpu.uuid or str(gpu.index) for gpu in gpus)
+
+
+def driver_match(f: Facts) -> Faults:
+    kernel, library, trouble = f.kernel_driver, f.nvml_library, f.gpus.trouble
+    if trouble is not None and trouble.kind == "mismatch":
+        yield error(f"kernel module {kernel or '?'}, library {library or '?'}: NVML says they do not match", "reboot")
+    elif kernel and library and kernel != library:
+        yield error(f"kernel module {kernel}, library {library}", "reboot")
+    if not (kernel and library) and not f.gpus.driver:
+        raise Skipped("no NVIDIA driver here")
+    return f"driver {f.gpus.driver or kernel}"
+
+
+def nvml(f: Facts) -> Faults:
+    trouble, driver, count = f.gpus.trouble, f.kernel_driver, len(f.gpus.gpus)
+    if trouble is None and f.gpus.source != "none":
+        return f"{count} GPU{'s' * (count != 1)}, driver {f.gpus.driver or '?'}, CUDA {f.gpus.cuda or '?'}"
+    if f.device_files and f.nvml_library is None and (trouble is None or trouble.kind == "no-driver"):
+        yield error(f"/dev/{f.device_files[0]} is there, libnvidia-ml.so.1 is not", "no-library", version=driver or "?")
+    elif f.device_files:
+        cause = trouble.cause if trouble else "NVML gave no answer"
+        yield error(f"/dev/{f.device_files[0]} is there, but: {cause}", "lost-device-rules")
+    elif trouble is not None and trouble.broken:
+        yield error(trouble.cause, "load")
+    elif driver:
+        yield warning(f"the host has driver {driver}, and no GPU is handed to this container", "no-gpu-in-container")
+    raise Skipped(NONE)
+
+
+def lost_gpu(f: Facts) -> Faults:
+    for gpu in f.gpus.gpus:
+        if gpu.error is not None:
+            others = uuids(one for one in f.gpus.gpus if one.error is None) or '""'
+            fix = "reset" if "reset" in gpu.error.lower() else "lost"
+            yield error(f"{label(gpu)}: {gpu.error}", fix, others=others, index=gpu.index)
+    if f.kernel_log:
+        xids = {int(number) for line in f.kernel_log for number in re.findall(r"Xid \([^)]*\): (\d+)", line)}
+        serious = _SERIOUS_XIDS & xids or not xids  # newer drivers log a lost GPU without an Xid
+        found = f"the kernel's log has {len(f.kernel_log)} such lines, the last: {f.kernel_log[-1][:160]}"
+        yield (error if serious else warning)(found, "xid")
+    log = "may not be read" if f.kernel_log is None else "has no Xid"
+    return f"all {len(well(f))} GPUs answer; the kernel's log {log}"
+
+
+def wheel(driver_cuda: str | None) -> str:
+    """The newest CUDA build of torch that a driver serves; the newest of all where the driver is unknown."""
+    limit = int(driver_cuda.replace(".", "")) if driver_cuda else 1 << 30
+    return next((one for one in reversed(_BUILDS) if int(one[2:]) <= limit), _BUILDS[0])
+
+
+def torch_cuda(f: Facts) -> Faults:
+    t, gpus, has = known(f.torch, "torch"), [gpu for gpu in f.gpus.gpus if gpu.error is None], f.gpus.cuda
+    fill: dict[str, Any] = {"python": f.python, "wheel": wheel(has), "driver": f.gpus.driver or "the driver"}
+    stage, ended, needs = t.get("stage"), t.get("ended"), t.get("cuda")
+    if ended and stage in ("import", "cuda", None):
+        what = f"hung for {t['seconds']:.0f} s" if ended == "hung" else ended
+        found = f"a child process {what} at: {_STAGES.get(stage, 'its start')}"
+        yield error(found, "hangs" if ended == "hung" else "aborts", **fill)
+        return ""
+    if "import_error" in t:
+        fix = "no-torch" if "No module named 'torch'" in t["import_error"] else "import"
+        yield error(f"import torch fails: {t['import_error']}", fix, **fill)
+        return ""
+    version = f"torch {t['version']}"
+    if needs is None:
+        if gpus:
+            yield error(f"{version} is built without CUDA, and there are {len(gpus)} GPUs", "cpu-build", **fill)
+        return f"{version}, built without CUDA; {NONE}"
+    built, serves = ([int(part) for part in text.split(".")] for text in (needs, has or "999"))
+    if built[0] > serves[0]:
+        found = f"{version} is built for CUDA {needs}, the driver serves up to {has}"
+        yield error(found, "newer-driver", cuda=needs, has=f"CUDA {has}", **fill)
+    elif gpus and not t.get("available") and f.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        yield error(f"{version} sees no GPU: {t.get('cuda_error') or 'no reason given'}", "unavailable", **fill)
+    elif built > serves:
+        yield warning(f"{version} is built for CUDA {needs}, the driver serves {has}", "minor")
+    return f"{version}, CUDA {needs}, NCCL {t.get('nccl_version') or 'none'}; {t.get('devices', 0)} GPUs seen"
+
+
+def arch_list(f: Facts) -> Faults:
     gpus = [gpu for gpu in used(f) if gpu.compute_capability]
-    if not gpus:
-        yield skipped(NONE)
-    elif not built:
-        yield unknown("torch has no list of architectures")
-    else:
-        without = [gpu for gpu in gpus if not runs_on(gpu.compute_capability or "", built)]
-        for gpu in without:
+    built = (f.torch or {}).get("arch_list")
+    if not built:
+        raise Unknown("torch has no list of architectures")
+    for gpu in gpus:
+        if not runs_on(gpu.compute_capability or "", built):
             found = f"{label(gpu)} has {gpu.compute_capability}; torch was built for {' '.join(built)}"
             yield error(found, "wheel", capability=gpu.compute_capability)
-        if not without:
-            yield ok(
-                f"{', '.join(sorted({str(gpu.compute_capability) for gpu in gpus}))}: covered by {' '.join(built)}"
-            )
+    return f"{', '.join(sorted({str(gpu.compute_capability) for gpu in gpus}))}: covered by {' '.join(built)}"
 
 
 def runs_on(capability: str, built: list[str]) -> bool:
     """sm_86 runs on 8.6 and later 8.x; sm_90a on 9.0 alone; compute_80 is PTX and runs on 8.0 and everything later."""
-    major, minor = map(int, capability.split("."))
+    here = tuple(map(int, capability.split(".")))
     for name in built:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
-        if match is None:
-            continue
-        kind, there, least = match[1], int(match[2]), int(match[3])
-        if match[4] == "a":
-            fits = (major, minor) == (there, least)
-        elif kind == "compute" and not match[4]:
-            fits = (major, minor) >= (there, least)
-        else:
-            fits = major == there and minor >= least
-        if fits:
-            return True
+        if match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name):
+            there = int(match[2]), int(match[3])
+            later = here >= there and (here[0] == there[0] or (match[1] == "compute" and not match[4]))
+            if here == there or (later and match[4] != "a"):
+                return True
     return False
 
 
-def visible_devices(f: Facts) -> Iterator[Seen]:
-    value = f.environ.get("CUDA_VISIBLE_DEVICES")
-    if value is None:
-        yield ok("not set: every GPU is visible")
-    elif not f.gpus.gpus:
-        yield skipped(f"CUDA_VISIBLE_DEVICES={value!r}, and {NONE}")
-    elif value.strip() in ("", "-1"):
+def visible_devices(f: Facts) -> Faults:
+    if (value := f.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return "not set: every GPU is visible"
+    if not f.gpus.gpus:
+        raise Skipped(f"CUDA_VISIBLE_DEVICES={value!r}, and {NONE}")
+    # As if the order were known: what an index means is the check device-order's.
+    seen = visible.read({visible.VARIABLE: value, visible.ORDER: "PCI_BUS_ID"}, f.gpus.gpus)
+    found = "; ".join((f"CUDA_VISIBLE_DEVICES={value}", *seen.because, f"{len(seen.slots)} visible"))
+    meant = dict.fromkeys(gpu for word in value.split(",") for gpu in f.gpus.gpus if _names(word.strip(), gpu))
+    if value.strip() in ("", "-1"):
         yield warning(f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(f.gpus.gpus)} GPUs", "unset")
-    else:
-        # As if the order were known: what an index means is the check device-order's.
-        seen = visible.read({visible.VARIABLE: value, visible.ORDER: "PCI_BUS_ID"}, f.gpus.gpus)
-        meant = [gpu for word in value.split(",") for gpu in f.gpus.gpus if _names(word.strip(), gpu)]
-        corrected = ",".join(gpu.uuid or str(gpu.index) for gpu in dict.fromkeys(meant))
-        found = "; ".join((f"CUDA_VISIBLE_DEVICES={value}", *seen.because, f"{len(seen.slots)} visible"))
-        if not seen.because:
-            yield ok(found)
-        elif corrected:
-            yield error(found, "correct", corrected=corrected)
-        else:
-            yield error(found, "unset")
+    elif seen.because:
+        yield error(found, "correct" if meant else "unset", corrected=uuids(meant))
+    return found
 
 
 def _names(word: str, gpu: Gpu) -> bool:
     """What somebody who wrote this word meant, however CUDA reads it."""
-    if re.fullmatch(r"\d+", word):
+    if word.isdecimal():
         return gpu.index == int(word)
     return bool(gpu.uuid and len(word) > 4 and gpu.uuid.lower().startswith(word.lower()))
 
 
-def device_order(f: Facts) -> Iterator[Seen]:
-    models = sorted({gpu.name for gpu in f.gpus.gpus if gpu.name})
-    order, value = f.environ.get("CUDA_DEVICE_ORDER"), f.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if not f.gpus.gpus:
-        yield skipped(NONE)
-    elif len(models) < 2:
-        yield ok("all GPUs are of one model")
-    elif order == "PCI_BUS_ID":
-        yield ok("CUDA_DEVICE_ORDER=PCI_BUS_ID")
-    elif value.startswith(("GPU-", "MIG-")):
-        yield ok("CUDA_VISIBLE_DEVICES has UUIDs")
-    else:
-        yield warning(f"models are mixed ({', '.join(models)}) and CUDA_DEVICE_ORDER is {order or 'not set'}", "order")
+def device_order(f: Facts) -> Faults:
+    models = sorted({gpu.name for gpu in well(f) if gpu.name})
+    order, by_uuid = f.environ.get(visible.ORDER), f.environ.get(visible.VARIABLE, "").startswith(("GPU-", "MIG-"))
+    if len(models) > 1 and order != "PCI_BUS_ID" and not by_uuid:
+        yield warning(f"models are mixed ({', '.join(models)}) and {visible.ORDER} is {order or 'not set'}", "order")
+    return "GPUs are named by UUID" if by_uuid else order or "all GPUs are of one model"
 
 
-def hidden_memory(f: Facts) -> Iterator[Seen]:
-    seen, known = False, [gpu for gpu in well(f) if gpu.memory_used_bytes is not None]
-    for gpu in known:
+def hidden_memory(f: Facts) -> Faults:
+    for gpu in well(f):
         processes = [*(gpu.processes or ()), *(one for part in gpu.mig for one in part.processes or ())]
         hidden = (gpu.memory_used_bytes or 0) - sum(one.memory_bytes or 0 for one in processes)
         if hidden > _HIDDEN_BYTES:
-            seen, why = True, "" if gpu.processes is not None else "; its processes cannot be read"
+            why = "" if gpu.processes is not None else "; its processes cannot be read"
             yield warning(f"{label(gpu)}: {size(hidden)} in use by nobody who can be seen{why}", "holders")
-    if not seen:
-        yield ok("every GPU's memory has its owner") if known else skipped(NONE)
+    return told([gpu.memory_used_bytes for gpu in well(f)], "every GPU's memory has its owner")
 
 
-def mig(f: Facts) -> Iterator[Seen]:
-    on = [gpu for gpu in well(f) if gpu.mig_enabled]
-    if not on:
-        yield ok("off") if well(f) else skipped(NONE)
-    elif f.ranks > 1 and {gpu.index for gpu in on} & {gpu.index for gpu in used(f)}:
+def mig(f: Facts) -> Faults:
+    on = [gpu for gpu in used(f) if gpu.mig_enabled]
+    if on and f.ranks > 1:
         yield error(
             f"MIG is on for {', '.join(map(label, on))}, and {f.ranks} ranks are wanted", "one", index=on[0].index
         )
-    else:
-        yield ok(f"on for {', '.join(map(label, on))}: one process each")
+    return f"on for {', '.join(map(label, on))}: one process each" if on else "off"
 
 
-def compute_mode(f: Facts) -> Iterator[Seen]:
-    seen = False
+def compute_mode(f: Facts) -> Faults:
     for gpu in well(f):
-        mode = gpu.health.compute_mode
-        if mode not in (None, "default"):
-            seen, level = True, error if mode == "prohibited" else warning
-            yield level(f"{label(gpu)}: compute mode {mode}", "default-mode", index=gpu.index)
-    if off := [gpu for gpu in well(f) if gpu.health.persistence is False]:
-        seen = True
-        yield warning(f"persistence mode is off on {', '.join(f'GPU {gpu.index}' for gpu in off)}", "persistence")
-    if not seen:
-        yield ok("default, persistent") if well(f) else skipped(NONE)
+        if (mode := gpu.health.compute_mode) not in (None, "default"):
+            found = f"{label(gpu)}: compute mode {mode}"
+            yield (error if mode == "prohibited" else warning)(found, "default-mode", index=gpu.index)
+    if off := [f"GPU {gpu.index}" for gpu in well(f) if gpu.health.persistence is False]:
+        yield warning(f"persistence mode is off on {', '.join(off)}", "persistence")
+    return told([gpu.health.compute_mode for gpu in well(f)], "default, persistent")
 
 
-def throttling(f: Facts) -> Iterator[Seen]:
-    seen = False
+def throttling(f: Facts) -> Faults:
     for gpu in well(f):
-        for reason in gpu.health.throttle or ():
-            if reason == "sync boost":
-                continue
-            seen = True
-            heat = f", {gpu.temperature_c} C" if gpu.temperature_c is not None else ""
-            power = f", limit {gpu.power_limit_w:.0f} W" if gpu.power_limit_w and reason == "power cap" else ""
+        for reason in set(gpu.health.throttle or ()) - {"sync boost"}:
             kind = {"thermal (software)": "thermal", "power cap": "power-limit"}.get(reason, "hardware")
-            level = error if kind == "hardware" else warning
-            yield level(f"{label(gpu)} is slowed: {reason}{heat}{power}", kind, index=gpu.index)
-    if not seen:
-        yield _quiet(f, [gpu.health.throttle for gpu in well(f)], "no clock is held down")
+            heat = "" if gpu.temperature_c is None else f", {gpu.temperature_c} C"
+            power = f", limit {gpu.power_limit_w:.0f} W" if gpu.power_limit_w and kind == "power-limit" else ""
+            found = f"{label(gpu)} is slowed: {reason}{heat}{power}"
+            yield (error if kind == "hardware" else warning)(found, kind, index=gpu.index)
+    return told([gpu.health.throttle for gpu in well(f)], "no clock is held down")
 
 
-def _quiet(f: Facts, answers: list[Any], words: str) -> Seen:
-    """Nothing was found: good, unless nobody answered."""
-    if not answers:
-        return skipped(NONE)
-    return ok(words) if any(one is not None for one in answers) else unknown("the driver does not tell")
-
-
-def ecc(f: Facts) -> Iterator[Seen]:
-    seen = False
+def ecc(f: Facts) -> Faults:
     for gpu in well(f):
         health = gpu.health
         if health.ecc_uncorrected_errors:
-            seen = True
             yield error(
                 f"{label(gpu)}: {health.ecc_uncorrected_errors} uncorrected ECC errors", "drain", index=gpu.index
             )
         if health.remapped_rows_failed:
-            seen = True
             yield error(f"{label(gpu)}: a row could not be remapped", "drain", index=gpu.index)
         elif health.remapped_rows_pending:
-            seen = True
             yield warning(f"{label(gpu)}: a remapped row waits for a reset", "reset", index=gpu.index)
-    if not seen:
-        yield _quiet(f, [gpu.health.ecc_uncorrected_errors for gpu in well(f)], "no uncorrected error")
+    return told([gpu.health.ecc_uncorrected_errors for gpu in well(f)], "no uncorrected error")
 
 
-def pcie(f: Facts) -> Iterator[Seen]:
-    seen = False
+def pcie(f: Facts) -> Faults:
     for gpu in well(f):
         h = gpu.health
         working = (gpu.utilization_percent or 0) > 50  # an idle link may rest in a lower generation
-        if h.pcie_width and h.pcie_width_max and h.pcie_width < h.pcie_width_max:
-            seen = True
+        if (h.pcie_width or 99) < (h.pcie_width_max or 0):
             yield warning(f"{label(gpu)}: x{h.pcie_width} of x{h.pcie_width_max}", "reseat", index=gpu.index)
-        elif working and h.pcie_generation and h.pcie_generation < (h.pcie_generation_max or 0):
-            seen, found = True, f"{label(gpu)}: generation {h.pcie_generation} of {h.pcie_generation_max} under load"
+        elif working and (h.pcie_generation or 99) < (h.pcie_generation_max or 0):
+            found = f"{label(gpu)}: generation {h.pcie_generation} of {h.pcie_generation_max} under load"
             yield warning(found, "reseat", index=gpu.index)
-    if not seen:
-        yield _quiet(f, [gpu.health.pcie_width for gpu in well(f)], "full width")
+    return told([gpu.health.pcie_width for gpu in well(f)], "full width")
 
 
-def topology(f: Facts) -> Iterator[Seen]:
-    indices = [gpu.index for gpu in used(f)]
+def topology(f: Facts) -> Faults:
+    gpus, far = used(f), PATHS[50]
+    if len(gpus) < 2:
+        raise Skipped("one GPU")
     links = {frozenset((one.a, one.b)): one for one in f.gpus.links}
-    if len(indices) < 2:
-        yield skipped("one GPU" if indices else NONE)
-        return
-    count = min(max(f.ranks, 2), len(indices))
-    pairs = [links.get(frozenset(pair)) for pair in _pairs(indices)]
-    if all(pair is None or pair.path is None for pair in pairs):
-        yield unknown("the driver does not tell")
-    elif any(pair is not None and pair.path == "other socket" and not pair.nvlinks for pair in pairs):
-        near = _near(indices, links, count)
-        better = ",".join((f.gpus.gpu(index) or Gpu(index)).uuid or str(index) for index in near)
-        found = f"of {len(indices)} visible GPUs some are on the other socket without NVLink"
-        if count < len(indices) and len(near) == count:
-            yield warning(f"{found}, and {count} ranks fit on one side", "set", better=better, count=count)
-        else:
-            yield ok(f"{found}; all of them are wanted")
-    else:
-        worst = max((pair.path for pair in pairs if pair and pair.path), key=_PATHS.index)
-        links_word = " with NVLink" if all(pair and pair.nvlinks for pair in pairs) else ""
-        yield ok(f"{len(indices)} GPUs{links_word}, the longest way: {worst}")
+    pairs = {pair: links.get(frozenset((pair[0].index, pair[1].index))) for pair in combinations(gpus, 2)}
+    across = {pair for pair, link in pairs.items() if link and link.path == far and not link.nvlinks}
+    count = min(max(f.ranks, 2), len(gpus))
+    for first in gpus if across and count < len(gpus) else ():
+        near = [first, *(one for one in gpus if one is not first and not {(first, one), (one, first)} & across)][:count]
+        if len(near) == count and not set(combinations(sorted(near, key=gpus.index), 2)) & across:
+            found = f"of {len(gpus)} visible GPUs some are on the other socket, and {count} ranks fit on one side"
+            yield warning(found, "set", better=uuids(near), count=count)
+            break
+    longest = max(
+        (link.path for link in pairs.values() if link and link.path), key=list(PATHS.values()).index, default=None
+    )
+    linked = " with NVLink" * all(link is not None and bool(link.nvlinks) for link in pairs.values())
+    return told([longest], f"{len(gpus)} GPUs{linked}, the longest way: {longest}")
 
 
-def _pairs(indices: list[int]) -> list[tuple[int, int]]:
-    return [(a, b) for a in indices for b in indices if a < b]
-
-
-def _near(indices: list[int], links: dict[frozenset[int], Link], count: int) -> list[int]:
-    """`count` of the visible GPUs that are not across a socket from each other, or fewer."""
-    for first in indices:
-        near = [first]
-        for other in indices:
-            ways = [links.get(frozenset((one, other))) for one in near if one != other]
-            if other not in near and all(way and (way.nvlinks or way.path != "other socket") for way in ways):
-                near.append(other)
-        if len(near) >= count:
-            return near[:count]
-    return []
-
-
-def peer_access(f: Facts) -> Iterator[Seen]:
+def peer_access(f: Facts) -> Faults:
     if len(well(f)) < 2:
-        yield skipped("one GPU" if well(f) else NONE)
-        return
-    seen, line = False, f.kernel_command_line or ""
+        raise Skipped("one GPU")
+    line = f.kernel_command_line or ""
     if f.acs_bridges:
-        seen = True
-        yield warning(
-            f"ACS redirects peer traffic on {len(f.acs_bridges)} bridges", "acs", bridges=" ".join(f.acs_bridges)
-        )
+        found = f"ACS redirects peer traffic on {len(f.acs_bridges)} bridges"
+        yield warning(found, "acs", bridges=" ".join(f.acs_bridges))
     if re.search(r"\b(intel|amd)_iommu=on\b", line) and "iommu=pt" not in line:
-        seen = True
         yield warning("the IOMMU translates (no iommu=pt on the kernel's command line)", "iommu")
-    off = [one for one in f.gpus.links if one.p2p not in (None, "ok")]
-    if off:
-        seen = True
-        words = ", ".join(f"{one.a}-{one.b}: {one.p2p}" for one in off[:6])
-        yield warning(f"no peer access between {len(off)} pairs ({words})", "status")
-    if not seen:
-        yield _quiet(f, [one.p2p for one in f.gpus.links], "every pair has peer access")
+    if off := [f"{one.a}-{one.b}: {one.p2p}" for one in f.gpus.links if one.p2p not in (None, "ok")]:
+        yield warning(f"no peer access between {len(off)} pairs ({', '.join(off[:6])})", "status")
+    return told([one.p2p for one in f.gpus.links], "every pair has peer access")
 
 
-def numa(f: Facts) -> Iterator[Seen]:
+def numa(f: Facts) -> Faults:
     nodes = {gpu.index: gpu.numa_node for gpu in used(f) if gpu.numa_node is not None}
     if len(f.numa_cpus) < 2 or not nodes:
-        yield skipped("one NUMA node" if len(f.numa_cpus) < 2 else "no GPU with a known NUMA node")
-        return
+        raise Skipped("one NUMA node, or no GPU of a known one")
     here = [int(node) for node, cpus in f.numa_cpus.items() if set(cpus) & set(f.affinity)]
-    far = {index: node for index, node in nodes.items() if node not in here}
-    for index, node in far.items():
-        words = ", ".join(map(str, here)) or "none"
-        yield warning(
-            f"GPU {index} is on node {node}, this process on {words}", "bind", index=index, here=words, there=node
-        )
-    if not far:
-        yield ok(", ".join(f"GPU {index} on node {node}" for index, node in nodes.items()))
+    words = ", ".join(map(str, here)) or "none"
+    for index, node in nodes.items():
+        if node not in here:
+            found = f"GPU {index} is on node {node}, this process on {words}"
+            yield warning(found, "bind", index=index, here=words, there=node)
+    return ", ".join(f"GPU {index} on node {node}" for index, node in nodes.items())
 
 
-def collective(f: Facts) -> Iterator[Seen]:
-    t = f.torch
-    if t is None or "import_error" in t or (t.get("ended") and t.get("stage") not in ("gloo", "nccl")):
-        yield unknown("torch could not be asked")
-        return
+def collective(f: Facts) -> Faults:
+    t = known(f.torch, "torch")
+    stage, ended = t.get("stage"), t.get("ended")
+    if "import_error" in t or (ended and stage not in ("gloo", "nccl")):
+        raise Unknown("torch could not be asked")
     fill = {"python": f.python, "child": t.get("child", "")}
-    if t.get("ended"):
-        fix = ("nccl" if t["stage"] == "nccl" else "loopback") if t["ended"] == "hung" else "aborts"
-        yield error(f"{_STAGES[t['stage']]}: the child {t['ended']} after {t['seconds']:.0f} s", fix, **fill)
-        return
-    seen = False
-    for name, fix in (("gloo", "loopback"), ("nccl", "nccl")):
-        result = t.get(name) or {}
+    if ended:
+        fix = "aborts" if ended != "hung" else "nccl" if stage == "nccl" else "loopback"
+        yield error(f"{_STAGES[stage]}: the child {ended} after {t['seconds']:.0f} s", fix, **fill)
+        return ""
+    words = []
+    for name, result in ((name, t[name]) for name in ("gloo", "nccl") if t.get(name)):
         if result.get("error"):
-            seen = True
-            yield error(f"{name}: {result['error']}", fix, **fill)
-        elif result.get("wrong"):
-            seen, where = True, f"{name}, {result['wrong']}"
+            yield error(f"{name}: {result['error']}", "nccl" if name == "nccl" else "loopback", **fill)
+            continue
+        if result["wrong"]:
+            where = f"{name}, {result['wrong']}"
             yield error(f"{where}: the sum is wrong", "wrong", where=where)
-        speeds = result.get("pairs") or {}
+        speeds = result["pairs"]
         usual = sorted(speeds.values())[len(speeds) // 2] if len(speeds) > 2 else 0.0
         for pair, speed in speeds.items():
             if speed < usual / 2:
-                seen, where = True, f"{name} between ranks {pair}"
-                yield warning(
-                    f"{where}: {speed / 1e9:.2f} GB/s, half the pairs have {usual / 1e9:.2f}", "slow", where=where
-                )
-    if not seen:
-        results = [(name, t[name]) for name in ("gloo", "nccl") if t.get(name)]
-        words = [f"{name} on {one['ranks']} ranks, {one['bytes_per_second'] / 1e9:.2f} GB/s" for name, one in results]
-        yield ok("; ".join(words)) if words else unknown("it was not tried")
+                found = f"{name} between ranks {pair}: {speed / 1e9:.2f} GB/s, half the pairs have {usual / 1e9:.2f}"
+                yield warning(found, "slow", where=f"ranks {pair}")
+        words.append(f"{name} on {result['ranks']} ranks, {result['bytes_per_second'] / 1e9:.2f} GB/s")
+    if not words:
+        raise Unknown("it was not tried")
+    return "; ".join(words)
