@@ -29,6 +29,7 @@ _WHERE = {
     "first": "evener.dist.first",
     "spawn": "evener.dist.spawn",
     "comm": "evener.dist",
+    "explain_error": "evener.explain",
 }
 
 __all__ = ["EvenerError", "__version__", *_WHERE]  # noqa: PLE0604  the lazy names are strings too
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from evener.engine import Engine as Engine
     from evener.engine import Mean as Mean
     from evener.engine import Update as Update
+    from evener.explain import explain_error as explain_error
     from evener.run import Epoch as Epoch
     from evener.run import Run as Run
     from evener.run import Stopped as Stopped

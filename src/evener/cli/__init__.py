@@ -5,6 +5,7 @@ So that `evener --help` costs what the standard library costs, and a verb that n
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from evener.errors import EvenerError, UsageError, nearest
 VERBS = {
     "run": "start a script on every GPU (or N CPU processes) of this machine, and stay until it has ended",
     "gpus": "show the GPUs of this machine, who has them, and which are idle, or why not",
+    "explain": "say what broke in a log or a run: cause, guilty rank, fix, advice not to follow",
     "checkpoint": "list the checkpoints of a run, check every byte, export weights",
     "top": "watch GPUs, processes and every evener run of this machine, and what each waits for",
     "doctor": "look at driver, torch, limits, network and disks, and name the fix of every fault",
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `evener ... | head`: nobody reads any more, and Python's own flush must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _dispatch(words: list[str]) -> int:

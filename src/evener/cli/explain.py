@@ -1,0 +1,191 @@
+"""`evener explain`: what broke, in a log, a run directory or a kind's page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from evener.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from evener.explain import Explanation, Fate
+    from evener.explain.read import Selection
+
+DESCRIPTION = """\
+Say what broke: the process that failed first, the cause, the fix for this case, and popular advice that would hurt.
+WHAT is a log file (plain or gzip, of any size), a folder with the logs of a run, - for standard input, or a kind.
+Several files are read as the logs of one run. Anything after the root cause is shown as its consequences.
+"""
+
+EXAMPLES = """\
+examples:
+  evener explain train.log                   one log, of one process or of many
+  evener explain runs/logs/20261129-train-1  every rank's log of one run
+  kubectl logs pod | evener explain -        from a pipe
+  evener explain --json slurm-123.out        for a program
+  evener explain --list                      all kinds
+  evener explain oom-capacity                the page of a kind (or of a rule of `evener lint`)
+
+exit code: 0 something was explained (or a page shown), 1 nothing in the text says that something failed, 2 bad usage.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors as UsageError instead of a usage dump."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}.", fix=["evener explain --help"])
+
+
+def parser() -> Parser:
+    options = Parser(
+        prog="evener explain",
+        usage="evener explain [options] [WHAT ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    add("what", metavar="WHAT", nargs="*", help="log files, a folder, - for standard input, or a kind")
+    add("--list", action="store_true", help="all kinds, one a line")
+    add("--json", action="store_true", help="the explanation (or the list, or the page) as JSON")
+    add("--lang", choices=("en", "zh"), help="the language of the texts (default: the locale's)")
+    add("--color", choices=("auto", "always", "never"), default="auto", help="colours (default: on a terminal)")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    given = parser().parse_args(argv)
+    from evener.explain import explain_selections, preferred_language
+
+    language = given.lang or preferred_language()
+    if given.list:
+        show(given, listing(language), list_text)
+        return 0
+    if not given.what:
+        if sys.stdin.isatty():
+            raise UsageError("evener explain: which log?", fix=["evener explain FILE, or a folder, or - ; --help"])
+        given.what = ["-"]
+    if len(given.what) == 1 and not os.path.exists(given.what[0]) and given.what[0] != "-":
+        show(given, page(given.what[0], language), page_text)
+        return 0
+    selections, fates = read(given.what)
+    answer = explain_selections(selections, language, fates)
+    if given.json:
+        print(json.dumps(answer.to_json(), ensure_ascii=False, indent=2))
+    else:
+        print(text_of(answer, sys.stdout, given.color))
+    return 0 if answer.kind is not None else 1
+
+
+def read(what: list[str]) -> tuple[list[Selection], list[Fate]]:
+    """The texts, and the records that `evener run` left beside them."""
+    from evener.explain.folder import read_folder
+    from evener.explain.read import read_file, read_stream
+
+    selections: list[Selection] = []
+    fates: list[Fate] = []
+    for path in what:
+        if path == "-":
+            selections.append(read_stream(sys.stdin.buffer, "standard input"))
+        elif os.path.isdir(path):
+            selections += read_folder(path)
+            fates += fates_in(path)
+        else:
+            selections.append(read_file(path))
+    return selections, fates
+
+
+def fates_in(logs: str) -> list[Fate]:
+    """How every rank ended, from the records of `evener run` in a log folder; [] where there are none."""
+    from evener.explain import Fate
+    from evener.launch.records import read_ends
+
+    ranks = [int(name[4:-5]) for name in os.listdir(logs) if name.startswith("rank") and name[4:-5].isdecimal()]
+    ranks = [rank for rank in ranks if os.path.exists(os.path.join(logs, f"rank{rank}.json"))]
+    return [
+        Fate(
+            end.rank,
+            end.how,
+            end.code,
+            end.pid,
+            end.stopped,
+            None if end.monotonic_ns is None else end.monotonic_ns / 1e9,
+            tuple((f"{one.module}.{one.type}", one.message, one.traceback) for one in end.errors),
+        )
+        for end in read_ends(logs, max(ranks, default=-1) + 1)
+    ]
+
+
+def text_of(answer: Explanation, stream: Any, color: str = "auto") -> str:
+    """The text form, coloured on a terminal only."""
+    import shutil
+
+    from evener.explain.answer import to_text
+
+    colored = color == "always" or (color == "auto" and stream.isatty() and "NO_COLOR" not in os.environ)
+    return to_text(answer, color=colored, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def show(given: argparse.Namespace, value: Any, as_text: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2) if given.json else as_text(value))
+
+
+def listing(language: str) -> list[dict[str, str]]:
+    from evener.explain.kinds import all_kinds
+    from evener.explain.pages import plain_title
+
+    return [
+        {"kind": kind.name, "group": kind.group, "title": plain_title(kind, language)} for kind in all_kinds().values()
+    ]
+
+
+def list_text(kinds: list[dict[str, str]]) -> str:
+    lines: list[str] = []
+    group = None
+    for kind in kinds:
+        if kind["group"] != group:
+            group = kind["group"]
+            lines += ["", f"{group}"] if lines else [f"{group}"]
+        lines.append(f"  {kind['kind']:<28} {kind['title']}")
+    return "\n".join(lines)
+
+
+def page(name: str, language: str) -> dict[str, Any]:
+    """The page of a kind, or of a rule of `evener lint`. UsageError when `name` is neither, nor a file."""
+    from evener.explain.kinds import all_kinds
+    from evener.explain.pages import page_of
+
+    kinds = all_kinds()
+    if name in kinds:
+        return page_of(kinds[name], language)
+    rule = lint_page(name)
+    if rule is not None:
+        return rule
+    close = nearest(name, kinds)
+    fix = [f"evener explain {close}"] if close else []
+    raise UsageError(f"{name} is no file, and no kind of failure.", fix=[*fix, "evener explain --list shows the kinds"])
+
+
+def lint_page(name: str) -> dict[str, Any] | None:
+    """The page of a rule of `evener lint`: the one place where this verb asks the linter."""
+    import importlib
+    import importlib.util
+
+    if importlib.util.find_spec("evener.lint") is None:
+        return None
+    found = importlib.import_module("evener.lint").page(name)
+    return None if found is None else {"kind": name, "text": found}
+
+
+def page_text(value: dict[str, Any]) -> str:
+    from evener.explain.pages import page_text
+
+    return str(value["text"]) if "text" in value else page_text(value)

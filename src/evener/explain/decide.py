@@ -1,0 +1,365 @@
+"""Decisions that a regular expression cannot make: figures, ranks against each other, what a text does not say.
+
+Each takes a match and the facts, and changes the match: another kind, a sub-cause, a stage, the culprit, values. It
+returns False when the signature was a false alarm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from evener.explain import oom
+from evener.explain.facts import Facts, Waited
+from evener.explain.kinds import STAGES
+from evener.explain.match import Match
+
+LATE = STAGES.index("messenger")
+
+
+def memory(match: Match, facts: Facts) -> bool:
+    verdict = oom.decide(match.flat, match.raised, facts)
+    match.become(verdict.kind)
+    match.sub, match.confidence, match.alternatives = verdict.sub, verdict.confidence, verdict.alternatives
+    match.values |= verdict.values
+    if device := re.search(r"GPU (\d+)\b", match.flat):
+        match.values["gpu"] = device[1]
+    return True
+
+
+def timeout(match: Match, facts: Facts) -> bool:
+    """Who did not come: compared within one process group; the silent rank is suspected."""
+    waits = [one for one in facts.waited if one.rank is not None]
+    if match.ended is not None and not waits:
+        match.confidence, match.known, match.rank = "low", False, None
+        match.sub, match.alternatives = "abort", ["native-abort", "illegal-memory-access"]
+        return True
+    match.rank, match.known = None, False
+    for one in facts.waited[:8]:
+        if one.line not in match.evidence:
+            match.evidence.append(one.line)
+    by_group: dict[str, list[Waited]] = {}
+    for one in waits:
+        by_group.setdefault(one.group, []).append(one)
+    some = max(by_group.values(), key=len, default=facts.waited)
+    for one in some:
+        for name, value in (("sequence", one.sequence), ("operation", one.operation), ("elements", one.elements)):
+            if value is not None:
+                match.values.setdefault(name, str(value))
+        if one.limit_ms:
+            match.values.setdefault("minutes", f"{one.limit_ms / 60000:g}")
+    waiting = sorted({one.rank for one in some if one.rank is not None})
+    if waiting:
+        match.values["waiting"] = listed(waiting)
+    behind = _behind(some)
+    if behind is not None:
+        match.rank, match.known, match.sub = behind.rank, True, "behind"
+        match.values["behind"] = str(behind.rank)
+        return True
+    if len({(one.operation, one.elements) for one in some if one.sequence is not None}) > 1 and len(some) > 1:
+        match.sub = "different-calls"
+        return True
+    if facts.world_size and waiting:
+        silent = sorted(set(range(facts.world_size)) - set(waiting))
+        if silent and len(silent) < facts.world_size:
+            match.values["silent"] = listed(silent)
+            match.rank, match.known = (silent[0] if len(silent) == 1 else silent), len(silent) == 1
+            match.sub = "silent"
+            return True
+    if any(one.elements == 1 for one in some) or re.search(r"barrier|monitored", match.flat, re.IGNORECASE):
+        match.sub = "barrier"
+    elif len(some) > 1 and len({one.sequence for one in some if one.sequence is not None}) == 1:
+        match.sub = "same-sequence"
+    if match.sub in (None, "barrier") and (phase := _phase(facts)):
+        match.sub, match.values["phase"] = "slow-phase", phase
+    if match.sub in ("barrier", "slow-phase") and waiting and 0 not in waiting:
+        match.rank = 0  # who saves and evaluates is nearly always rank 0: suspected, not known
+    return True
+
+
+def _behind(waits: list[Waited]) -> Waited | None:
+    """The one rank that had enqueued or begun less than the others."""
+    for key in ("last_enqueued", "last_completed", "sequence"):
+        known = [(getattr(one, key), one) for one in waits if getattr(one, key) is not None]
+        if len(known) < 2:
+            continue
+        known.sort(key=lambda pair: int(pair[0]))
+        if known[0][0] < known[1][0]:
+            return known[0][1]
+        if key == "last_enqueued" and known[0][0] != known[-1][0]:
+            return None
+    return None
+
+
+def _phase(facts: Facts) -> str | None:
+    text = "\n".join(line.text for line in facts.lines[-300:])
+    found = re.search(
+        r"(?i)\b(sav(?:e|ing)\b[\w ]{0,20}(?:checkpoint|model|state)|save_checkpoint|evaluat\w+|validat\w+|"
+        r"generat(?:e|ing) samples|tokeniz\w+|preprocess\w+|download\w+|loading (?:dataset|checkpoint shards))",
+        text,
+    )
+    return found[1] if found else None
+
+
+def desync(match: Match, facts: Facts) -> bool:
+    """A count of 0 or an absurd one is what a rank reads from a peer that is gone; the peer is the cause."""
+    found = re.search(r"[Rr]ank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+)", match.flat)
+    if found:
+        _, mine, other, theirs = (int(number) for number in found.groups())
+        match.values |= {"params": found[2], "other": found[3], "other_params": found[4]}
+        match.rank = other
+        if theirs == 0 or theirs > 50 * max(mine, 1) or mine > 50 * max(theirs, 1):
+            match.sub, match.stage, match.confidence = "dead-peer", LATE, "medium"
+        return True
+    if re.search(r"Detected mismatch between collectives|EnforceNotMet|op\.preamble\.length", match.flat):
+        match.sub = "collective"
+        both = re.search(r"[Rr]ank (\d+) is running (.{0,120}?), but [Rr]ank (\d+) is running", match.flat)
+        if both:
+            match.rank, match.values["operation"] = sorted({int(both[1]), int(both[3])}), both[2][:60]
+        match.known = match.rank is not None
+    if found := re.search(r"\[(\d+)\]: params?\[(\d+)\] in this process", match.flat):
+        match.rank, match.values["parameter"] = int(found[1]), found[2]
+    return True
+
+
+def scale(match: Match, facts: Facts) -> bool:
+    """One skipped step is the scaler at work; scales that only fall are values that are not finite."""
+    scales = [
+        float(found[1])
+        for line in facts.lines
+        if (found := re.search(r"reducing loss scale (?:from \S+ )?to ([\d.e+-]+\d)", line.text))
+    ]
+    skips = len(scales) or len(re.findall(r"(?i)overflow", match.flat))
+    match.values |= {"skips": str(skips), "scale": f"{scales[-1]:g}" if scales else ""}
+    if scales and (min(scales) < 1 or skips > 20):
+        match.sub = "collapse"
+        return True
+    match.sub, match.confidence = "isolated", "high"
+    lines = max(1, facts.lines_total)
+    return skips * 5 >= lines  # in a long log it is not worth a word
+
+
+def keys(match: Match, facts: Facts) -> bool:
+    """Keys that differ by a prefix, or really."""
+    missing = _names(match.flat, "Missing")
+    unexpected = _names(match.flat, "Unexpected")
+    match.values |= {"missing": str(len(missing) or ""), "unexpected": str(len(unexpected) or "")}
+    if re.search(r"size mismatch for", match.flat) and not (missing or unexpected):
+        match.become("ckpt-size-mismatch")
+        return True
+    for prefix in ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.", "_forward_module.", "base_model.model."):
+        for some, others, where in ((unexpected, missing, "checkpoint"), (missing, unexpected, "model")):
+            has = [name for name in some if name.startswith(prefix)]
+            bare = {name.removeprefix(prefix) for name in has}
+            if has and len(has) * 2 > len(some) and (not others or bare & others or len(bare) > 2):
+                match.sub = "prefix-in-" + where
+                match.values["prefix"] = prefix
+                return True
+    if missing or unexpected:
+        match.sub, match.confidence = "other-architecture", "medium"
+        match.values["example"] = min(missing or unexpected)
+    return True
+
+
+def _names(text: str, which: str) -> set[str]:
+    found = re.search(
+        rf"{which} key\(s\) in state_dict:?(.*?)(?=(?:Missing|Unexpected) key|size mismatch|\Z)", text, re.DOTALL
+    )
+    return set(re.findall(r"[\"']([\w.]+)[\"']", found[1])) if found else set()
+
+
+def port(match: Match, facts: Facts) -> bool:
+    """Four causes: another job; a launcher per task; every worker thinks it is rank 0; a port in the code."""
+    said = re.search(r"(?:port:? ?|:)(\d{3,5})\b(?=[ ,.(]|$)", match.flat)
+    if said:
+        match.values["port"] = said[1]
+    everything = "\n".join(line.text for line in facts.lines)
+    binders = {line.rank for line in facts.lines if re.search(r"EADDRINUSE|errno: 98|already in use", line.text)}
+    if re.search(r"\bSLURM|srun:|slurmstepd", everything):
+        match.sub = "launcher-per-task"
+    elif len(binders - {None}) > 1:
+        match.sub, match.rank = "all-are-rank-0", sorted(rank for rank in binders if rank is not None)
+    elif said and (given := re.search(r"MASTER_PORT[=: '\"]+(\d+)|master[_-]port[= ](\d+)", everything)):
+        match.sub = "port-in-code" if said[1] not in given.groups() else "other-job"
+    elif said and said[1] == "29500":
+        match.sub = "other-job"
+    return True
+
+
+def duplicate(match: Match, facts: Facts) -> bool:
+    found = re.search(r"rank (\d+) and rank (\d+) both on CUDA device ([0-9a-fA-F]+)", match.flat)
+    if found:
+        match.rank = sorted({int(found[1]), int(found[2])})
+        match.values |= {"ranks": listed(match.rank), "bus": found[3]}
+        if len(found[3]) <= 8:
+            match.values["pci"] = f"{int(found[3], 16) >> 12:02x}"
+    everything = "\n".join(line.text for line in facts.lines)
+    if re.search(r"SLURM|srun", everything) or (
+        found and any(re.match(r"\d+: ", line.shown) for line in match.evidence)
+    ):
+        match.sub = "slurm"
+    elif re.search(r"device\s*=\s*['\"]cuda(?::0)?['\"]|\.cuda\(0\)|set_device\(0\)", everything):
+        match.sub = "hard-coded"
+    return True
+
+
+def shm(match: Match, facts: Facts) -> bool:
+    """SIGBUS is a full /dev/shm, or a mapped file that ends early; a listing in the text tells which."""
+    everything = "\n".join(line.text for line in facts.lines)
+    sizes = re.search(
+        r"(?m)^\S+ +([\d.]+)([KMGT])?i?B? +([\d.]+)([KMGT])?i?B? +([\d.]+)([KMGT])?i?B? +(\d+)% +/dev/shm", everything
+    )
+    mapped = re.search(r"(?i)lmdb|mmap|memmap|\.h5\b|arrow", everything)
+    if (sizes and int(sizes[7]) < 50) or (mapped and not re.search("insufficient|No space", match.flat)):
+        match.sub = "mapped-file"
+    if match.ended is not None:
+        match.confidence = "medium"
+    return True
+
+
+def killed(match: Match, facts: Facts) -> bool:
+    """SIGKILL: whose, and who sent it."""
+    everything = "\n".join(line.text for line in facts.lines)
+    if re.search(r"OOMKilled|exit code 137|reason: Evicted", everything):
+        match.sub = "container"
+    elif re.search(r"oom_kill|oom-kill|Out Of Memory|Memory cgroup out of memory", everything):
+        match.sub = "cgroup"
+    elif re.search(r"Out of memory: Killed process|oom_reaper", everything):
+        match.sub = "kernel"
+    elif "DataLoader worker" in match.flat:
+        match.sub = "worker"
+    else:
+        match.confidence = "medium"
+    if named := re.search(r"Killed process (\d+) \(([\w.:-]+)\).*?anon-rss:(\d+)kB", everything):
+        match.values |= {"pid": named[1], "rss": oom.shown(float(named[3]))}
+    return True
+
+
+def joined(match: Match, facts: Facts) -> bool:
+    match.known, match.rank = False, None
+    if found := re.search(r"(\d+)/(\d+) clients joined", match.flat):
+        match.values |= {"joined": found[1], "expected": found[2], "missing": str(int(found[2]) - int(found[1]))}
+        match.sub = "missing-ranks"
+    elif re.search(r"RendezvousClosed", match.flat):
+        match.sub = "closed"
+    elif re.search(r"(?:hostname|getaddrinfo|Name or service|resolve)", match.flat):
+        match.sub = "name"
+    return True
+
+
+_LOST = re.compile(r"(?i)closed by peer|reset by peer|connection refused|broken pipe|timed out|ncclRemoteError")
+
+
+def messenger(match: Match, facts: Facts) -> bool:
+    """A rank that reports a lost peer is a victim. When all but one are victims, the other one is left."""
+    victims = {match.rank} if isinstance(match.rank, int) else set()
+    match.rank, match.known = None, False
+    table = {one.rank for one in facts.ended if one.summary and one.code not in (-15, -2)}
+    if table and table <= {line.rank for line in facts.lines if _LOST.search(line.text)}:
+        match.become("torchrun-hidden-root-cause")
+        match.stage = LATE
+        return launcher(match, facts)
+    for rank in sorted(facts.ranks - victims):
+        ended = [one for one in facts.ended if one.rank == rank]
+        if victims and len(facts.ranks) == len(victims) + 1 and (ended or facts.world_size == len(facts.ranks)):
+            match.rank, match.known = rank, bool(ended)
+    if found := re.search(r"(?:peer|from|with|localRank) \[?([\w.:-]+?)\]?<(\d+)>|by peer \[([^\]]+)\]", match.flat):
+        match.values["peer"] = found[1] or found[3]
+    return True
+
+
+def launcher(match: Match, facts: Facts) -> bool:
+    """Only a launcher speaks. The process that ended by itself is named, as far as it can be."""
+    own = [one for one in facts.ended if one.code not in (-15, -2) and one.pid not in facts.stopped]
+    victims = {one.lines[0].rank for one in facts.raised if _LOST.search(one.text)}
+    tables = {one.local_rank: one.rank for one in facts.ended if one.summary}
+    guilty = [one for one in own if (one.rank if one.rank is not None else tables.get(one.local_rank)) not in victims]
+    named = [one for one in guilty if one.who is not None]
+    if named:
+        first = min(named, key=lambda one: (one.summary, one.line.order))
+        match.rank = tables.get(first.local_rank, first.who) if first.rank is None else first.who
+        match.known = True
+        match.values |= {"code": str(first.code), "pid": str(first.pid or "")}
+        if first.line not in match.evidence:
+            match.evidence.insert(0, first.line)
+    elif victims and (
+        rest := sorted(({rank for rank in tables.values() if rank is not None} or facts.ranks) - victims)
+    ):
+        match.rank, match.known, match.sub = (rest[0] if len(rest) == 1 else rest), len(rest) == 1, "victim-named"
+        match.values["victims"] = listed(sorted(one for one in victims if one is not None))
+    else:
+        match.rank, match.known = None, False
+    return True
+
+
+def driver(match: Match, facts: Facts) -> bool:
+    if found := re.search(r"found version (\d+)", match.flat):
+        number = int(found[1])
+        match.values |= {"version": found[1], "cuda": f"{number // 1000}.{number % 1000 // 10}"}
+    return True
+
+
+def capability(match: Match, facts: Facts) -> bool:
+    text = "\n".join(line.text for line in facts.lines)
+    if found := re.search(r"capability (sm_\d+\w?)", text):
+        match.values["capability"] = found[1]
+        if int(re.sub(r"\D", "", found[1])) >= 100:
+            match.values["wheel"] = "cu128"
+    if found := re.search(r"supports CUDA capabilities ((?:sm_\w+ ?)+)", text):
+        match.values["supported"] = found[1].strip()
+    return True
+
+
+def inplace(match: Match, facts: Facts) -> bool:
+    everything = "\n".join(line.text for line in facts.lines) + (match.raised.code if match.raised else "")
+    if re.search(r"view was created|leaf Variable|SelectBackward|(?:Relu|Add|Mul|Sigmoid)\w*Backward", match.flat):
+        match.sub, match.confidence = "own-operation", "medium"
+    elif not re.search(r"DistributedDataParallel|DDP|torchrun|rank", everything):
+        match.confidence = "medium"
+    return True
+
+
+def own_error(match: Match, facts: Facts) -> bool:
+    """evener's own errors carry their evidence and fix: they are handed through."""
+    lines = match.text.splitlines()
+    cause = re.sub(r"^(?:evener: |evener\.errors\.\w+: |\w+Error: )+", "", lines[0]).strip() if lines else ""
+    fixes: list[str] = []
+    evidence: list[str] = []
+    fixing = False
+    for line in lines[1:]:
+        if not line.startswith("  "):
+            break
+        fixing = fixing or line.strip().startswith("fix: ")
+        if re.match(r" +at \S+:\d+", line):
+            continue
+        (fixes if fixing else evidence).append(re.sub(r"^fix: ", "", line.strip()))
+    match.values |= {"message": cause, "told": "; ".join(evidence), "fix": "\n".join(fixes)}
+    return bool(cause)
+
+
+def plain_exception(match: Match, facts: Facts) -> bool:
+    raised = match.raised
+    if raised is None:
+        return True
+    kind, message = raised.links[0]
+    if kind.rpartition(".")[2] in ("SystemExit", "KeyboardInterrupt"):
+        return kind.endswith("KeyboardInterrupt") and bool(raised.frames)
+    first = message.splitlines()[0] if message else ""
+    match.values |= {"type": kind.rpartition(".")[2], "message": first[:300]}
+    if any(one.summary for one in facts.ended):  # torchrun's closing table says nothing of it
+        match.become("torchrun-hidden-root-cause")
+        match.sub, match.stage = "exception-above", STAGES.index("exception")
+    if frame := raised.user_frame():
+        match.values |= {"place": f"{frame.file}:{frame.line}", "code": frame.code}
+    if not raised.frames and not match.line.text.lstrip().startswith(kind):
+        match.stage, match.confidence = STAGES.index("summary"), "low"  # a log line that mentions an error
+    return True
+
+
+def listed(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
+
+
+_ALL: tuple[Callable[[Match, Facts], bool], ...] = (memory, timeout, desync, scale, keys, port, duplicate, shm, killed)
+_ALL += (joined, messenger, launcher, driver, capability, inplace, own_error, plain_exception)
+DECISIONS = {function.__name__: function for function in _ALL}
