@@ -71,6 +71,22 @@ def test_what_is_not_a_dataset_is_refused():
         assert says in str(refused(data)), data
 
 
+class Negative(Plain):
+    def __len__(self):
+        return -3
+
+
+class Unready(Plain):
+    def __len__(self):
+        return self.index.size
+
+
+def test_a_length_that_is_none_is_named():
+    text = str(refused(Negative(3)))
+    assert "Negative.__len__ failed: ValueError: __len__() should return >= 0." in text and "an integer from 1" in text
+    assert "Unready.__len__ failed: AttributeError:" in str(refused(Unready(3)))
+
+
 def test_columns_of_different_lengths_are_refused_by_name():
     text = str(refused({"image": torch.ones(3, 2), "label": torch.ones(4)}))
     assert "'image': [3, 2]" in text and "'label': [4]" in text

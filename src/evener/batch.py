@@ -68,10 +68,11 @@ def _is_pair(batch: Any) -> bool:
 def rows(batch: Any, split: Split | None = None) -> int:
     """The number of rows: the first dimension that every tensor leaf (of one or more dimensions) shares.
 
-    With `split`, leaves may disagree (graphs, packed sequences); then `len(batch)` counts.
+    With `split` the leaves may disagree (graphs, packed sequences, images of different sizes). Then the items of a list
+    are its rows, the parts of a tuple or dict are equally long columns, and of anything else `len(batch)` counts.
 
     Raises:
-        DataError: no tensor leaf, or leaves with different first dimensions.
+        DataError: no tensor leaf, or leaves with different first dimensions; with `split`, nothing that has a length.
     """
     if split is None and _is_pair(batch):
         x, y = batch
@@ -80,13 +81,20 @@ def rows(batch: Any, split: Split | None = None) -> int:
             if count == y.shape[0]:
                 return count
     if split is not None:
+        columns = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else [batch]
         try:
-            return len(batch)
+            counts = {len(column) for column in columns}
         except TypeError:
             raise DataError(
                 f"split= needs len(batch) to count rows; a {type(batch).__name__} has no length.",
                 fix=["give the batch a __len__ that returns its rows"],
             ) from None
+        if len(counts) != 1:
+            raise DataError(
+                f"split= was given a {type(batch).__name__} whose parts have different lengths: {sorted(counts)}.",
+                fix=["a tuple or dict holds columns of equally many rows; a list holds the rows themselves"],
+            )
+        return counts.pop()
     found = [(path, leaf.shape[0]) for path, leaf in leaves(batch) if leaf.ndim]
     if not found:
         raise DataError(
@@ -139,7 +147,13 @@ def _lists(batch: Any) -> Iterator[tuple[int, bool]]:
 def part(batch: Any, start: int, stop: int, split: Split | None = None) -> Any:
     """Rows start..stop-1 as views (no copy); with `split`, what it returns."""
     if split is not None:
-        return split(batch, start, stop)
+        cut = split(batch, start, stop)
+        if rows(cut, split) != stop - start:
+            raise DataError(
+                f"split(batch, {start}, {stop}) returned {rows(cut, split)} rows.",
+                fix=["return the rows start .. stop-1 as a batch of the same kind"],
+            )
+        return cut
     if _is_pair(batch):
         x, y = batch
         if x.ndim and y.ndim:

@@ -113,7 +113,7 @@ def _dataset(data: Any) -> tuple[Any, int]:
         raise _no_dataset(data)
     try:
         rows = len(data if columns is None else columns)
-    except (TypeError, NotImplementedError, AttributeError):
+    except (TypeError, NotImplementedError):
         raise DataError(
             f"{type(data).__name__} has no length.", fix=["define __len__: how many rows the dataset has"]
         ) from None
@@ -154,7 +154,11 @@ def _columns(data: Any) -> Columns | None:
     if isinstance(data, list) and data and all(map(_is_array, data)):
         raise DataError(
             f"a list of {len(data)} tensors can mean {len(data)} columns or {len(data)} rows.",
-            fix=["columns (x, y): pass a tuple, (x, y)", "rows of one shape: pass torch.stack(rows)"],
+            fix=[
+                "columns (x, y): pass a tuple, (x, y)",
+                "rows of one shape: pass torch.stack(rows)",
+                "other rows: a Dataset",
+            ],
         )
     if isinstance(data, Mapping) and data and all(map(_is_array, data.values())):
         names = tuple(data)

@@ -128,9 +128,9 @@ def all_gather(value: Any) -> list[Any]:
 def all_gather_integers(values: Sequence[int]) -> list[list[int]]:
     """Every rank's list of integers, in rank order, on every rank: one collective. As many integers on every rank."""
     mine = torch.tensor(values, dtype=torch.int64, device=_wire())
-    parts = torch.empty(dist.get_world_size() * len(values), dtype=torch.int64, device=mine.device)
-    dist.all_gather_into_tensor(parts, mine)
-    every: list[list[int]] = parts.view(-1, len(values)).tolist()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    every: list[list[int]] = torch.stack(parts).tolist()
     return every
 
 
