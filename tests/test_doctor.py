@@ -102,6 +102,8 @@ def test_version_2_limits_count_on_the_way_up(tmp_path):
     }
     root = plant(tmp_path, files | {"sys/fs/cgroup/a/memory.current": "4000\n"})
     assert facts._cgroup_memory(facts.Root(str(root))) == (4096, 4000)
+    plant(tmp_path, {"sys/fs/cgroup/a/memory.stat": "anon 5\ninactive_file 3900\n"})
+    assert facts._cgroup_memory(facts.Root(str(root))) == (4096, 100)  # the page cache is given back
 
 
 def test_a_name_server_that_does_not_answer_does_not_hold_the_doctor_up():
@@ -209,6 +211,10 @@ def test_the_page_shows_what_is_wrong_with_its_fix(capsys, monkeypatch):
         (["--explain", "x"], "evener doctor --list"),
         (["--from", "/nowhere.json"], "/nowhere.json cannot be read"),
         (["--memory", "much"], "much is no size: 200GB"),
+        (["--record", "/nowhere/x", "--only", "cpus"], "/nowhere/x cannot be written: No such file"),
+        (["--root", "/nowhere"], "--root /nowhere is no folder"),
+        (["--timeout", "-1"], "-1 is no time of at least 0.1 seconds"),
+        (["--nodes", "a,b", "--head", "a:b"], "'b' is no port"),
         (["--ranks", "-1"], "-1 is not a number"),
         (["--nodes"], "which hosts?"),
         (["--nodes", "host1"], "--nodes host1 is no list of hosts"),
@@ -258,3 +264,21 @@ def test_the_gpus_of_a_real_nvml_client_are_judged(tmp_path):
 def test_the_documentation_is_made_of_the_checks():
     fix = "rewrite it: python -c \"from evener import doctor; print(doctor.document(), end='')\" > docs/doctor.md"
     assert PAGE.read_text(encoding="utf-8") == doctor.document(), fix
+
+
+@pytest.mark.gpu
+def test_a_real_driver_and_real_nccl_are_judged(capsys, tmp_path):
+    """On a machine with GPUs: the probe, CUDA in the child, NCCL over all visible GPUs and between all pairs."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    code, findings = doctor_json(
+        capsys, "--deep", "--timeout", "120", "--dir", str(tmp_path), "--record", str(tmp_path / "f")
+    )
+    levels = {one["check"]: one["level"] for one in findings}
+    assert (levels["nvml"], levels["torch-cuda"], levels["arch-list"]) == ("ok", "ok", "ok"), findings
+    answer = Facts.from_json((tmp_path / "f").read_text(), "f").torch
+    assert answer["devices"] == torch.cuda.device_count() and answer["stage"] == "done"
+    if torch.cuda.device_count() > 1:
+        assert answer["nccl"]["ranks"] == torch.cuda.device_count() and not answer["nccl"]["error"]
+    assert code == (1 if "error" in levels.values() else 0)

@@ -141,7 +141,7 @@ SICK = [
         "79, pid=1",
         "drain",
     ),
-    ("lost-gpu", {"kernel_log": ["NVRM: Xid (PCI:0000:3b:00): 13, pid=1"]}, "warning", "1 such lines", "Xid number"),
+    ("lost-gpu", {"kernel_log": ["NVRM: Xid (PCI:0000:3b:00): 13, pid=1"]}, "warning", "1 line about it", "Xid number"),
     (
         "lost-gpu",  # newer drivers log it without an Xid
         {"kernel_log": ["NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus."]},
@@ -188,6 +188,13 @@ SICK = [
         {"gpus": machine(gpu(0, memory_used_bytes=9 * GIB, processes=(Process(1, memory_bytes=GIB),)))},
         "warning",
         "GPU 0 (NVIDIA H200): 8.0 GiB in use by nobody",
+        "--holders",
+    ),
+    (
+        "hidden-memory",
+        {"gpus": machine(gpu(0, memory_used_bytes=GIB, memory_reserved_bytes=0))},
+        "warning",
+        "1.0 GiB in use by nobody",
         "--holders",
     ),
     (
@@ -377,6 +384,14 @@ def test_what_nobody_could_look_at_is_never_called_good():
     mute = machine(gpu(0, health=Health()), gpu(1, health=Health()), links=(Link(0, 1),))
     silent = examine(replace(WELL, gpus=mute), ["throttling", "ecc", "pcie", "topology", "peer-access"])
     assert {one.level for one in silent} == {"unknown"}
+
+
+def test_memory_is_hidden_only_when_that_is_certain():
+    mute = gpu(
+        0, memory_used_bytes=9 * GIB, memory_reserved_bytes=0, processes=(Process(1), Process(2, memory_bytes=1))
+    )
+    old = gpu(1, memory_used_bytes=GIB)  # a driver that counts its reserve as used
+    assert {one.level for one in examine(replace(WELL, gpus=machine(mute, old)), ["hidden-memory"])} == {"ok"}
 
 
 def test_the_texts_belong_to_the_checks():

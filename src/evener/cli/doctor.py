@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evener.cli.run import Parser
+from evener.cli.top import seconds
 from evener.errors import UsageError, nearest
 
 EXAMPLES = """\
@@ -51,7 +52,9 @@ def parser() -> Parser:
     add("--dir", metavar="DIR", default="runs", help="where checkpoints will go (default: runs)")
     add("--nodes", metavar="HOSTS", nargs="?", const="auto", help="the network checks on all hosts: host1,host2 or N")
     add("--head", metavar="HOST[:PORT]", help="with --nodes: who collects (default: the first host, port 29477)")
-    add("--timeout", metavar="SECONDS", type=float, help="for the other hosts (30), or for torch's child process (12)")
+    add(
+        "--timeout", metavar="SECONDS", type=seconds, help="for the other hosts (30), or for torch's child process (12)"
+    )
     add("--record", metavar="FILE", help="write what was seen as JSON")
     add("--from", metavar="FILE", dest="recorded", help="judge a recorded machine instead of this one")
     add("--root", metavar="DIR", default="/", help="where /proc, /sys, /etc and /dev are read (default: /)")
@@ -75,6 +78,10 @@ def _bytes(word: str) -> int:
 
 def main(argv: list[str]) -> int:
     given = parser().parse_args(argv)
+    if os.name != "posix":
+        raise UsageError("evener doctor knows Linux and macOS only.")
+    if not os.path.isdir(given.root):
+        raise UsageError(f"--root {given.root} is no folder.", fix=["--root DIR, with proc, sys and etc in it"])
     from evener import doctor
 
     if given.list:
@@ -88,10 +95,15 @@ def main(argv: list[str]) -> int:
     if given.nodes is not None:
         return _all_hosts(given, names)
     names = names or list(doctor.CHECKS)
+    if doctor.NEED_TORCH & set(names):
+        names.append("torch-cuda")  # which says what became of the child
     facts = _recorded(given.recorded) if given.recorded else _look(given, torch=bool(doctor.NEED_TORCH & set(names)))
     if given.record:
-        with open(given.record, "w", encoding="utf-8") as file:
-            file.write(facts.to_json() + "\n")
+        try:
+            with open(given.record, "w", encoding="utf-8") as file:
+                file.write(facts.to_json() + "\n")
+        except OSError as error:
+            raise UsageError(f"{given.record} cannot be written: {error.strerror}.", fix=["--record FILE"]) from None
     findings = doctor.examine(facts, [name for name in doctor.CHECKS if name in names])
     _show(given, facts.hostname, findings)
     return 1 if doctor.worst(findings) == "error" else 0

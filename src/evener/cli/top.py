@@ -38,11 +38,11 @@ def parser() -> Parser:
     )
     options.add_argument("--once", action="store_true", help="look once and end")
     options.add_argument("--json", action="store_true", help="look once: {host, driver, gpus: [...], runs: [...]}")
-    options.add_argument("--interval", metavar="SECONDS", type=_seconds, default=1.0, help="between looks (default: 1)")
+    options.add_argument("--interval", metavar="SECONDS", type=seconds, default=1.0, help="between looks (default: 1)")
     return options
 
 
-def _seconds(word: str) -> float:
+def seconds(word: str) -> float:
     try:
         value = float(word)
     except ValueError:

@@ -277,9 +277,12 @@ def _cgroup_memory(at: Root) -> tuple[int | None, int | None]:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         parts = [part for part in path.split("/") if part]
         for depth in range(len(parts), -1, -1):
-            limit, used = ((at.read("/".join((mount, *parts[:depth], name))) or "").strip() for name in names)
+            place = "/".join((mount, *parts[:depth]))
+            limit, used = ((at.read(f"{place}/{name}") or "").strip() for name in names)
             if limit.isdigit() and int(limit) < 1 << 60:  # version 1 says "none" with a huge number
-                found.append((int(limit), int(used) if used.isdigit() else None))
+                # Page cache counts as used, and is given back before anybody is killed.
+                cache = _found(r"(?m)^(?:total_)?inactive_file (\d+)", at.read(f"{place}/memory.stat"))
+                found.append((int(limit), max(0, int(used) - int(cache or 0)) if used.isdigit() else None))
     return min(found, key=lambda one: one[0], default=(None, None))
 
 

@@ -11,7 +11,7 @@ from evener.doctor.facts import Facts
 from evener.doctor.host import known
 from evener.doctor.seen import Faults, Skipped, Unknown, error, warning
 from evener.gpus import visible
-from evener.gpus.look import size
+from evener.gpus.look import IDLE_BYTES_WITH_RESERVED, size
 from evener.gpus.nvml import PATHS
 from evener.gpus.values import Gpu
 
@@ -90,7 +90,8 @@ def lost_gpu(f: Facts) -> Faults:
     if f.kernel_log:
         xids = {int(number) for line in f.kernel_log for number in re.findall(r"Xid \([^)]*\): (\d+)", line)}
         serious = _SERIOUS_XIDS & xids or not xids  # newer drivers log a lost GPU without an Xid
-        found = f"the kernel's log has {len(f.kernel_log)} such lines, the last: {f.kernel_log[-1][:160]}"
+        count = len(f.kernel_log)
+        found = f"the kernel's log has {count} line{'s' * (count > 1)} about it, the last: {f.kernel_log[-1][:160]}"
         yield (error if serious else warning)(found, "xid")
     log = "may not be read" if f.kernel_log is None else "has no Xid"
     return f"all {len(well(f))} GPUs answer; the kernel's log {log}"
@@ -189,8 +190,11 @@ def device_order(f: Facts) -> Faults:
 def hidden_memory(f: Facts) -> Faults:
     for gpu in well(f):
         processes = [*(gpu.processes or ()), *(one for part in gpu.mig for one in part.processes or ())]
+        if any(one.memory_bytes is None for one in processes):
+            continue  # whose is the rest, nobody can say
         hidden = (gpu.memory_used_bytes or 0) - sum(one.memory_bytes or 0 for one in processes)
-        if hidden > _HIDDEN_BYTES:
+        # Old drivers count as used what they reserve for themselves.
+        if hidden > (IDLE_BYTES_WITH_RESERVED if gpu.memory_reserved_bytes is None else _HIDDEN_BYTES):
             why = "" if gpu.processes is not None else "; its processes cannot be read"
             yield warning(f"{label(gpu)}: {size(hidden)} in use by nobody who can be seen{why}", "holders")
     return told([gpu.memory_used_bytes for gpu in well(f)], "every GPU's memory has its owner")

@@ -95,7 +95,7 @@ def memory_limit(f: Facts) -> Faults:
     found = f"limit {size(limit)}{in_use}; the job needs {'about ' * (not told)}{size(needed)}"
     if needed > limit:
         yield (error if told else warning)(found, "raise", needed=size(needed))
-    elif used is not None and used > 0.9 * limit:  # page cache counts as used, and is given back
+    elif used is not None and used > 0.9 * limit:
         yield warning(found, "free", limit=size(limit))
     return found
 

@@ -96,7 +96,7 @@ def ports(f: Facts) -> Faults:
         yield error(f"no connection to a socket of our own: {problem}", "bind", address=problem)
     if f.hosts:
         for one in f.hosts["missing"]:
-            found = f"{one} did not come within {f.hosts['seconds']:.0f} s ({', '.join(f.hosts['hosts'])} did)"
+            found = f"{one} did not come within {f.hosts['seconds']:g} s ({', '.join(f.hosts['hosts'])} did)"
             yield error(found, "missing", head=f.hosts["head"])
         hosts = f.hosts["hosts"].items()
         if broken := ", ".join(f"{host} -> {to}" for host, one in hosts for to in one.get("unreachable", ())):

@@ -27,6 +27,7 @@ from evener.doctor.facts import Facts, reverse_dns
 from evener.errors import UsageError
 
 PORT = 29477
+FIELDS = dataclasses.fields(Facts)
 _LONGEST_LINE = 4 << 20
 _CONNECT_SECONDS, _ANSWER_SECONDS = 3.0, 30.0
 
@@ -54,7 +55,9 @@ class Members:
 
 def members(given: str, head: str | None, environ: Mapping[str, str]) -> Members:
     """From `--nodes` (a list, a number, or "auto": the environment) and `--head`. Raises UsageError."""
-    host, _, port = (head or "").partition(":")
+    host, colon, port = (head or "").partition(":")
+    if colon and not (port.isdigit() and 0 < int(port) < 65536):
+        raise UsageError(f"--head {head}: {port!r} is no port.", fix=["--head HOST, or HOST:PORT"])
     at = int(port) if port.isdigit() else PORT
     if "," in given:
         names = tuple(name.strip() for name in given.split(",") if name.strip())
@@ -153,13 +156,15 @@ def lead(who: Members, facts: Facts, seconds: float, judge: Callable[[Facts], st
                 connection, (address, _) = server.accept()
                 line = _Line(connection)
                 hello = line.receive(_ANSWER_SECONDS)
-                Facts.from_json(json.dumps(hello["facts"]), address)
+                # Of another version of evener, perhaps: what it knows more is left out, what it knows less is unknown.
+                seen = {one.name: hello["facts"][one.name] for one in FIELDS if one.name in hello["facts"]}
+                Facts.from_json(json.dumps(seen), address)
                 began = time.time()
                 line.send(now=began)
                 offset = line.receive(_ANSWER_SECONDS)["time"] - (began + time.time()) / 2
-                name = str(hello["facts"]["hostname"])
+                name = str(seen["hostname"])
                 name = name if name not in hosts else f"{name} ({address})"
-                hosts[name] = {"facts": hello["facts"], "address": address, "clock_seconds": round(offset, 4)}
+                hosts[name] = {"facts": seen, "address": address, "clock_seconds": round(offset, 4)}
                 ports[name], lines[name] = (address, int(hello["port"])), line
         token = _Token(facts)
         for name, line in lines.items():
@@ -226,7 +231,7 @@ def follow(who: Members, facts: Facts, seconds: float) -> tuple[str, str]:
         except OSError as failed:
             error = failed.strerror or str(failed)
             if time.monotonic() > deadline:
-                return "error", f"the head {who.head}:{who.port} was not reached within {seconds:.0f} s: {error}"
+                return "error", f"the head {who.head}:{who.port} was not reached within {seconds:g} s: {error}"
             time.sleep(0.3)
     try:
         with connection, socket.create_server((connection.getsockname()[0], 0), backlog=128) as fresh:
