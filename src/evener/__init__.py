@@ -23,6 +23,7 @@ _WHERE = {
     "Engine": "evener.engine",
     "Mean": "evener.engine",
     "device": "evener.dist.device",
+    "pick_gpus": "evener.gpus.pick",
     "seed": "evener.dist.info",
     "rank": "evener.dist.info",
     "world_size": "evener.dist.info",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from evener.engine import Mean as Mean
     from evener.engine import Update as Update
     from evener.explain import explain_error as explain_error
+    from evener.gpus.pick import pick_gpus as pick_gpus
     from evener.run import Epoch as Epoch
     from evener.run import Run as Run
     from evener.run import Stopped as Stopped

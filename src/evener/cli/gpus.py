@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -134,7 +135,9 @@ def take(given: argparse.Namespace) -> Snapshot:
     if given.recorded:
         return look.read_recording(given.recorded)
     folder = leases.Folder(given.lock_folder or leases.default_path())
-    return look.look(os.environ, source=given.source, holder_of=folder.holder)
+    found = look.look(os.environ, source=given.source, holder_of=folder.holder)
+    waiting = tuple(f"waits for GPUs: {who}" for who in folder.waiting())
+    return dataclasses.replace(found, notes=(*found.notes, *waiting))
 
 
 def verdict(

@@ -91,7 +91,7 @@ class Folder:
     def holder_now(self, uuid: str) -> Holder | None:
         """The same, inside `serial`."""
         try:
-            descriptor = os.open(self._file(uuid), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(self._path(f"{uuid}.lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return None
         try:
@@ -118,15 +118,21 @@ class Folder:
                     return Holder(values["pid"], user, values["command"], values["since"], values["host"])
         return None
 
-    def queue(self) -> list[tuple[int, str]]:
-        """Those who wait, first first: (number of the ticket, who and for what). Inside `serial`."""
-        found = []
+    def waiting(self, before: int | None = None) -> Iterator[str]:
+        """Who waits and for what, first come first; only those with a smaller ticket than `before`."""
+        for number in sorted(self._tickets()):
+            if before is not None and number >= before:
+                return
+            with contextlib.suppress(OSError):
+                if self._is_waiting(f"ticket.{number}"):
+                    with open(self._path(f"ticket.{number}"), encoding="utf-8", errors="replace") as file:
+                        yield file.read(500)
+
+    def _tickets(self) -> list[int]:
         with contextlib.suppress(OSError):
-            for name in os.listdir(self.path):
-                if re.fullmatch(r"ticket\.[0-9]{1,18}", name) and self._is_waiting(name):
-                    with contextlib.suppress(OSError), open(os.path.join(self.path, name), encoding="utf-8") as file:
-                        found.append((int(name[7:]), file.read(500)))
-        return sorted(found)
+            names = os.listdir(self.path)
+            return [int(name[7:]) for name in names if re.fullmatch(r"ticket\.[0-9]{1,18}", name)]
+        return []
 
     def _is_waiting(self, name: str) -> bool:
         try:
@@ -196,7 +202,7 @@ class Folder:
         notes: list[str] = []
         try:
             for uuid in uuids:
-                descriptor = self._acquire(self._name(uuid))
+                descriptor = self._acquire(f"{uuid}.lock")
                 if descriptor is None:
                     break
                 taken.append(descriptor)
@@ -215,7 +221,7 @@ class Folder:
 
     def line_up(self, what: str) -> Ticket:
         """The next place in the queue. Call it inside `serial`."""
-        numbers = [int(name[7:]) for name in os.listdir(self.path) if re.fullmatch(r"ticket\.[0-9]{1,18}", name)]
+        numbers = self._tickets()
         for number in numbers:  # tidy up after those who died waiting (of this user: others' may not be deleted)
             if not self._is_waiting(f"ticket.{number}"):
                 with contextlib.suppress(OSError):
@@ -223,7 +229,8 @@ class Folder:
         path = self._path(f"ticket.{max(numbers, default=0) + 1}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         os.fchmod(descriptor, 0o644)
-        _try_lock(descriptor)
+        while not _try_lock(descriptor):  # somebody looked at this very moment
+            time.sleep(0.001)
         os.write(descriptor, what.encode()[:500])
         return Ticket(int(path.rpartition(".")[2]), path, descriptor)
 
@@ -231,12 +238,6 @@ class Folder:
 
     def _path(self, name: str) -> str:
         return os.path.join(self.path, name)
-
-    def _name(self, uuid: str) -> str:
-        return f"{uuid.replace('/', '_')}.lock"
-
-    def _file(self, uuid: str) -> str:
-        return self._path(self._name(uuid))
 
     def _open(self, name: str) -> int:
         """A descriptor of the file that is at that path now, made if it is not there."""
@@ -268,7 +269,12 @@ class Folder:
             os.close(descriptor)  # a cleaner unlinked the file between the two calls
 
     def _write_note(self, uuid: str, command: str) -> str:
-        path = self._path(f"{uuid.replace('/', '_')}.{os.getpid()}.json")
+        """Says who holds it. Whatever others said is out of date now, and goes where that is allowed."""
+        for name in os.listdir(self.path):
+            if name.startswith(f"{uuid}.") and name.endswith(".json"):
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path(name))
+        path = self._path(f"{uuid}.{os.getpid()}.json")
         me = owners.who(os.getpid())
         values: dict[str, object] = {
             "pid": os.getpid(),
@@ -276,8 +282,6 @@ class Folder:
             "host": socket.gethostname(),
         }
         values |= {"command": command[:500], "since": time.time()}
-        with contextlib.suppress(OSError):
-            os.unlink(path)  # of an earlier process with this number
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         with open(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(descriptor, 0o644)

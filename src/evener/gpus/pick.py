@@ -318,15 +318,15 @@ def pick(
         UsageError: a word that names no GPU.
         LaunchError: the folder of the leases cannot be used.
     """
-    first = look.look(environ, source=source)
-    refuse_trouble(first)
-    world = universe(first, environ)
+    snapshot = look.look(environ, source=source)
+    refuse_trouble(snapshot)
+    world = universe(snapshot, environ)
     if world.scheduler:
         found = choose(wish, world)
         if isinstance(found, ShortageError):
             raise found
         return replace(found, notes=(*found.notes, f"no lease: these GPUs were granted by {world.scheduler}"))
-    hopeful = choose(replace(wish, share=True, min_free_bytes=0), world)  # leases are not in `first`
+    hopeful = choose(replace(wish, share=True, min_free_bytes=0), world)  # leases are not in it
     if isinstance(hopeful, ShortageError):
         raise ShortageError(hopeful.cause, evidence=hopeful.evidence, fix=["waiting would not help", *hopeful.fix[-1:]])
     folder = Folder(lock_folder or default_path())
@@ -337,12 +337,11 @@ def pick(
     said = ""
     try:
         while True:
-            with folder.serial():
-                before = [(number, who) for number, who in folder.queue() if number < ticket.number]
-                if before:
-                    lines = [f"before you: {who}" for _, who in before]
-                    found = ShortageError(f"{plural_waiting(before)} for GPUs and come first.", evidence=lines)
-                else:
+            first = next(folder.waiting(before=ticket.number), None)
+            if first is not None:
+                found = ShortageError("Others wait for GPUs and come first.", evidence=[first])
+            else:
+                with folder.serial():
                     found = _attempt(wish, environ, folder, source)
             if isinstance(found, Picked):
                 return found
@@ -357,10 +356,6 @@ def pick(
             time.sleep(min(poll_seconds, max(0.0, until - time.monotonic())))
     finally:
         ticket.close()
-
-
-def plural_waiting(before: Sequence[object]) -> str:
-    return "1 request waits" if len(before) == 1 else f"{len(before)} requests wait"
 
 
 def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder, source: str) -> Picked | ShortageError:
