@@ -3,7 +3,8 @@
 When one rank dies, the others fail too, often first on the screen: their peer has closed the connection. So the first
 message is rarely the cause. The rule: a rank that crashed or was killed (and not by the launcher) is the cause;
 otherwise the earliest exception that is not of the kind a lost peer causes; otherwise a rank that left with a code or
-without a word; then one that somebody else asked to stop; only then the earliest of what remains.
+without a word; then one that somebody else asked to stop; then, when the others waited in vain, one that was not even
+waiting; only then the earliest of what remains.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ _LOST_PEER_TYPES = frozenset(
 # A crash of this process alone. ABRT is not among them: native code aborts when a *collective* went wrong.
 _CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
+_WAITED = re.compile(r"timed? ?out|watchdog", re.IGNORECASE)
+# Where a rank is that waits for others, or may be: the backward of a DDP model reduces.
+_WAITING = re.compile(
+    r"torch/(distributed/|nn/parallel/|autograd/graph\.py)|evener/(dist|engine)/|(accelerate|lightning)/.*(distributed|strateg)"
+)
+_STATES = {
+    "T": "it was stopped (SIGSTOP, Ctrl-Z or a debugger)",
+    "D": "it was waiting in the kernel: a disk, a network file system or a driver that does not answer",
+}
+
 _SIGNAL_HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer: `dmesg | tail` says so, then use fewer data workers or "
     "smaller batches; otherwise somebody's kill",
@@ -51,6 +62,7 @@ class Failure:
     raised: Raised | None
     exit_code: int
     others: tuple[RankEnd, ...]
+    absent: bool = False  # the cause is no end: the others waited for this rank until their time was over
 
 
 def is_victim(error: Raised) -> bool:
@@ -69,10 +81,16 @@ def find_cause(ends: Sequence[RankEnd]) -> Failure | None:
         never = 2**63
         return min(candidates, key=lambda end: (end.monotonic_ns if end.monotonic_ns is not None else never, end.rank))
 
+    waited = earliest(failed)
+    absent = [end for end in ends if _is_absent(end)]
     signalled = [end for end in failed if end.code is not None and end.code < 0 and not end.stopped]
     crashed = [end for end in signalled if end.how is None and -(end.code or 0) in _CRASHES]
     raised = [end for end in failed if any(not is_victim(error) for error in end.errors)]
     left = [end for end in failed if end.how in ("exit", None) and (end.code or 0) > 0] + silent
+    in_vain = absent and any(_WAITED.search(f"{error.type}: {error.message}") for error in waited.errors)
+    if in_vain and not (crashed or raised or left):
+        others = tuple(end for end in ends if end is not absent[0])
+        return Failure(absent[0], next(iter(waited.errors)), _shell_code(waited.code) or 1, others, absent=True)
     for candidates in (crashed, raised, left, signalled, failed):
         if candidates:
             cause = earliest(candidates)
@@ -81,6 +99,23 @@ def find_cause(ends: Sequence[RankEnd]) -> Failure | None:
     # An exception raised while cleaning up hides the first one: name the outermost that is no victim.
     error = next((error for error in cause.errors if not is_victim(error)), None) or next(iter(cause.errors), None)
     return Failure(cause, error, _shell_code(cause.code) or 1, others)
+
+
+def _is_absent(end: RankEnd) -> bool:
+    """It had not failed when another rank had, and it was not waiting for anybody."""
+    if end.state == "T":
+        return True  # it goes on when it is ended, and then fails like the others
+    if end.how is not None and not end.stopped:
+        return False
+    return end.state in _STATES or (bool(end.stack) and not any(_WAITING.search(one.file) for one in end.stack))
+
+
+def users_frame(stack: Sequence[Line]) -> Line | None:
+    """The innermost frame of the user's own code; else the innermost."""
+    own = [
+        one for one in stack if not re.search(r"(site|dist)-packages|/lib/python3|launch/shim\.py|<frozen", one.file)
+    ]
+    return next(iter(own or stack), None)
 
 
 def _shell_code(code: int | None) -> int:
@@ -94,7 +129,16 @@ def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
     """The failure as text, in reading order: cause, place, the other ranks, logs."""
     cause, raised = failure.cause, failure.raised
     evidence: list[str] = []
-    if raised is not None:
+    if failure.absent and raised is not None:
+        where = users_frame(cause.stack)
+        text = f"rank {cause.rank} did not come, and the others waited for it until their time was over"
+        if where is not None:
+            evidence.append(f"rank {cause.rank} was {_line(where, cwd)}")
+        if cause.state in _STATES:
+            evidence.append(_STATES[cause.state or ""])
+        if raised.where is not None:
+            evidence.append(f"it was waited for {_line(raised.where, cwd)}")
+    elif raised is not None:
         kind = raised.type if raised.module in ("builtins", "__main__") else f"{raised.module}.{raised.type}"
         text = f"rank {cause.rank} failed: {clean(f'{kind}: {raised.message}' if raised.message else kind)}"
         if cause.how == "exit":

@@ -46,6 +46,8 @@ class RankEnd:
         stopped: The agent asked it to stop, because another rank had failed before.
         monotonic_ns: When, on the clock that all processes of the machine share; None without a record.
         errors: The exception, then the ones behind it (its cause or context).
+        stack: Where it was when another rank had failed and asked, innermost first; empty: not asked, or no answer.
+        state: The kernel's letter for it then ("T" stopped, "D" in the kernel); None: not asked.
     """
 
     rank: int
@@ -55,6 +57,8 @@ class RankEnd:
     stopped: bool = False
     monotonic_ns: int | None = None
     errors: tuple[Raised, ...] = ()
+    stack: tuple[Line, ...] = ()
+    state: str | None = None
 
 
 def read_pids(logs: str, nproc: int) -> dict[int, int]:
@@ -71,8 +75,11 @@ def read_ends(logs: str, nproc: int) -> list[RankEnd]:
     """One RankEnd per rank, in rank order."""
     codes, stopped = _agents_account(os.path.join(logs, "agent.log"))
     ends = []
-    for rank in range(nproc):
-        record = _read(os.path.join(logs, f"rank{rank}.json"))
+    records = [_read(os.path.join(logs, f"rank{rank}.json")) for rank in range(nproc)]
+    states: dict[str, str] = {}
+    for record in records:
+        states |= (record.get("ended") or {}).get("others", {})
+    for rank, record in enumerate(records):
         pid, ended = record.get("pid"), record.get("ended")
         told = ended if isinstance(ended, dict) else {}
         end = RankEnd(
@@ -83,6 +90,8 @@ def read_ends(logs: str, nproc: int) -> list[RankEnd]:
             stopped=pid in stopped,
             monotonic_ns=told.get("monotonic_ns"),
             errors=tuple(_raised(error) for error in told.get("errors", [])),
+            stack=_stack(os.path.join(logs, f"rank{rank}.stack")),
+            state=states.get(str(rank)),
         )
         ends.append(end)
     return ends
@@ -110,6 +119,22 @@ def _raised(error: dict[str, Any]) -> Raised:
         where=Line(**where) if where else None,
         traceback=error["traceback"],
     )
+
+
+def _stack(path: str) -> tuple[Line, ...]:
+    """The main thread's frames in a faulthandler dump, innermost first."""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        threads = re.split(r"^(?:Current thread|Thread) .*$", file.read(), flags=re.MULTILINE)
+        if len(threads) > 1:
+            frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', threads[-1], flags=re.MULTILINE)
+            return tuple(Line(name, int(line), function, _source(name, int(line))) for name, line, function in frames)
+    return ()
+
+
+def _source(path: str, line: int) -> str:
+    import linecache
+
+    return linecache.getline(path, line).strip()
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+# A real-time signal: USR1 and USR2 are requests for a checkpoint, and belong to the user.
+STACK_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
 
 
 def main() -> None:
@@ -51,8 +53,9 @@ def main() -> None:
         os.sched_setaffinity(0, job["cpus"][rank])
     # A crash in C code leaves a Python stack in the log; without it a segmentation fault has no line.
     faulthandler.enable()
+    show_stack_on_request(os.path.join(job["logs"], f"rank{rank}.stack"))
     record = Record(os.path.join(job["logs"], f"rank{rank}.json"), rank)
-    record.write()
+    record.write()  # from here on another rank may ask for the stack
     room = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # Python takes __file__ away before atexit
     atexit.register(let_go, room)  # the first to be registered is the last to be called
     try:
@@ -108,6 +111,20 @@ def die_with_the_launcher(supervisor: int) -> None:
                 os._exit(1)
 
     os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def show_stack_on_request(path: str) -> None:
+    """On STACK_SIGNAL the Python stacks of all threads go into a file, whatever the rank is waiting for."""
+    if STACK_SIGNAL is not None:
+        with contextlib.suppress(OSError):
+            file = open(path, "wb", buffering=0)  # noqa: SIM115  (open as long as the process lives)
+            faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z dead."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
 
 
 def parent_of(pid: int) -> int:
@@ -248,7 +265,31 @@ class Record:
         # evener's own errors have exit codes of their own; for Python any exception is 1.
         code = getattr(error, "exit_code", 1) if type(error).__module__ == "evener.errors" else 1
         self.end(how, code, [describe(one) for one in chain])
+        if how == "exception":
+            self.ask_others()
         self.tell_torch(error)
+
+    def ask_others(self) -> None:
+        """What are the ranks doing that have not failed? Asked now: in a moment the launcher stops them.
+
+        When this rank has waited for another in vain, the answer is the cause: that rank's line, or that it is stopped.
+        """
+        if STACK_SIGNAL is None:
+            return
+        states = {}
+        for rank in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                with open(os.path.join(os.path.dirname(self.path), f"rank{rank}.json"), encoding="utf-8") as file:
+                    other = json.load(file)
+                if other["pid"] != os.getpid() and "ended" not in other:
+                    states[rank] = state_of(other["pid"])
+                    os.kill(other["pid"], STACK_SIGNAL)
+                    if states[rank] == "T":
+                        os.kill(other["pid"], signal.SIGCONT)  # or it could neither answer nor be ended
+        if states:
+            self.values["ended"]["others"] = states
+            self.write()
+            time.sleep(0.1)  # a stack is written in a millisecond; a stopped process writes none
 
     def tell_torch(self, error: BaseException) -> None:
         """The same for torch's agent, in its own format, unless the script's `@record` did it already."""
