@@ -131,7 +131,7 @@ SICK = [
         {"gpus": machine(gpu(0), Gpu(1, error="GPU is lost"))},
         "error",
         "GPU 1: GPU is lost",
-        "CUDA_VISIBLE_DEVICES=GPU-0aaaaaaa-0000.",
+        "CUDA_VISIBLE_DEVICES=GPU-0aaaaaaa-0000 leaves it out",
     ),
     ("lost-gpu", {"gpus": machine(gpu(0, error="GPU requires reset"))}, "error", "reset", "--gpu-reset -i 0"),
     (

@@ -105,7 +105,8 @@ class TorchChild:
 def document() -> str:
     """docs/doctor.md: made of the checks, so that it cannot say anything else."""
     head = resources.files("evener.doctor").joinpath("page.md").read_text(encoding="utf-8")
-    return head + "\n\n".join(page(name) for name in texts()) + "\n"
+    pages = (page(name).replace("*", "\\*").replace("\\*\\*", "**") for name in texts())
+    return head + "\n\n".join(pages) + "\n"
 
 
 __all__ = [
