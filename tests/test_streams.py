@@ -282,6 +282,11 @@ def test_mine_goes_on_with_any_number_of_ranks_at_an_epochs_end(ranks, tmp_path)
     assert answers[0][1] == [24.5, 24.5] and answers[0] == answers[1]
 
 
+def test_mine_in_fast_mode_counts_every_row_once(ranks, tmp_path):
+    answers = ranks(3)(train, str(tmp_path / "run"), "mine", exact=False)
+    assert [means for _, means in answers] == [[round((sum(range(50)) - 39 - 42 - 45 - 48) / 46, 4)] * 3] * 3
+
+
 def scheduled(folder, **loop):
     model = seeded(lambda: torch.nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -300,11 +305,11 @@ def test_a_schedule_of_the_total_needs_updates(tmp_path):
     assert updates[0][2] == 0.1 and updates[-1][2] == 0.025
 
 
-def measured():
+def measured(workers="auto"):
     model = seeded(lambda: torch.nn.Linear(4, 3))
     with evener.Run(
         model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, torch.ones(8, 4), global_batch_size=8,
-        resume="never", precision="fp32", exact=True, save_every=None,
+        resume="never", precision="fp32", exact=True, save_every=None, num_workers=workers,
     ) as run:  # fmt: skip
         rows = streams.Numbers(21, shuffled=False)
         means = run.evaluate(rows, batch_size=4)
@@ -315,6 +320,7 @@ def test_evaluate_and_predict_take_a_stream(ranks, tmp_path, monkeypatch):
     alone = ranks(1)(inside, str(tmp_path), measured)[0]
     assert alone[0]["sum"] == 10 and alone[1] == list(range(21))
     assert ranks(3)(inside, str(tmp_path), measured) == [alone] * 3
+    assert ranks(1)(inside, str(tmp_path), measured, 2) == [alone]  # a number of the run's, for its own dataset
 
 
 def inside(folder, function, *args):

@@ -74,6 +74,8 @@ class Walk:
     ) -> None:
         # A stream is read by every rank, and each keeps its chunks.
         source = source_of(data, "split" if is_stream(data) else None)
+        if source.stream and num_workers != "auto":
+            num_workers = min(1, num_workers)  # the run's number is for the rows of its dataset
         self.module, self.rows, self.randomness = module, source.rows, randomness
         self.autocast: Autocast = autocast if autocast is not None else contextlib.nullcontext
 
