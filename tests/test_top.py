@@ -196,6 +196,7 @@ GPU = Gpu(
     2, uuid="GPU-2", name="NVIDIA H200", memory_total_bytes=150 << 30, memory_used_bytes=90 << 30, utilization_percent=97,
     temperature_c=63, power_w=640.2, health=Health(throttle=("power cap",)),
     processes=(Process(7, "alice", "python train.py " + "x" * 200, 88 << 30, 3600.0),),
+    busy_because=("alice, pid 7, 88.0 GiB: python train.py " + "x" * 200,),
 )  # fmt: skip
 
 
@@ -209,12 +210,13 @@ def test_the_view_fits_80_columns_and_cuts_no_verdict():
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     for words in (
-        "97 %",
-        "63 C",
-        "640 W",
-        "90.0 GiB of 150.0 GiB",
-        "alice  pid 7",
-        "GPU is lost",
+        "97%",
+        "63C",
+        "640W",
+        "90.0/150.0",
+        "alice, pid 7",
+        "lost",
+        "slowed: power cap",
         "9.9 updates/s",
         "end",
     ):

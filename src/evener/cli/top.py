@@ -25,7 +25,7 @@ examples:
   evener top --once          one look, as text (also where the output is no terminal)
   evener top --json          one look, as JSON
 """
-_CAVEAT = "% of a GPU: some kernel ran, not how well. data: the host waited for rows."
+_CAVEAT = "util: some kernel ran, not how well. data: the host waited for rows."
 
 
 def parser() -> Parser:
@@ -112,57 +112,16 @@ def as_json(gpus: Snapshot, runs: list[Running]) -> dict[str, Any]:
 
 
 def lines(gpus: Snapshot, runs: list[Running], *, columns: int) -> list[str]:
-    """The view as lines that fit `columns`."""
+    """The view as lines that fit `columns`; a verdict is wrapped, never cut."""
+    from evener.gpus.look import size
+    from evener.gpus.table import render
     from evener.report.live import run_lines
 
-    found = [
-        f"evener top  {socket.gethostname()}  {time.strftime('%H:%M:%S')}"
-        + (f"  driver {gpus.driver}" * bool(gpus.driver))
+    found = [f"evener top  {socket.gethostname()}  {time.strftime('%H:%M:%S')}", *render(gpus, columns).splitlines()]
+    slowed = [
+        f"GPU {gpu.index} is slowed: {', '.join(gpu.health.throttle)}" for gpu in gpus.gpus if gpu.health.throttle
     ]
-    if gpus.trouble is not None and not gpus.gpus:
-        found += textwrap.wrap(gpus.trouble.cause, columns)
-    for gpu in gpus.gpus:
-        found += _gpu_lines(gpu)
-    found.append("")
-    if not runs:
-        found.append("no evener run on this machine (that you may see)")
-    for run in runs:
-        for line in run_lines(run, _size):
-            keeps = line.startswith("  ->")  # the verdict is never cut
-            found += textwrap.wrap(line, columns, subsequent_indent="     ") if keeps else [line]
-    found += ["", _CAVEAT] if gpus.gpus or runs else []
-    return [_cut(line, columns) for line in found]
-
-
-def _gpu_lines(gpu: Any) -> list[str]:
-    from evener.report.text import clean, format_seconds
-
-    def known(value: Any, unit: str) -> str:
-        return f"{'?' if value is None else f'{value:.0f}'} {unit}"
-
-    name = (gpu.name or "GPU").removeprefix("NVIDIA ")[:20]
-    if gpu.error:
-        return [f"GPU {gpu.index:<2} {name:<20}  {clean(gpu.error)}"]
-    used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
-    memory = f"{'?' if used is None else _size(used)} of {'?' if total is None else _size(total)}"
-    heat = "".join(f"  {reason}" for reason in gpu.health.throttle or ())
-    state = "idle" if gpu.idle else ""
-    numbers = (
-        f"{known(gpu.utilization_percent, '%'):>5}  {known(gpu.temperature_c, 'C'):>4}  {known(gpu.power_w, 'W'):>5}"
-    )
-    found = [f"GPU {gpu.index:<2} {name:<20}  {numbers}  {memory:<22}{state}{heat}".rstrip()]
-    for one in gpu.processes or ():
-        memory = "?" if one.memory_bytes is None else _size(one.memory_bytes)
-        age = "" if one.age_seconds is None else f"{format_seconds(one.age_seconds)}  "
-        found.append(clean(f"       {one.user or '?'}  pid {one.pid}  {memory}  {age}{one.command or ''}"))
-    return found
-
-
-def _size(count: int) -> str:
-    from evener.gpus.look import size
-
-    return size(count)
-
-
-def _cut(line: str, columns: int) -> str:
-    return line if len(line) <= columns else line[: columns - 1] + "…"
+    found += [*slowed, "", *(["no evener run on this machine (that you may see)"] if not runs else [])]
+    for line in (line for run in runs for line in run_lines(run, size)):
+        found += textwrap.wrap(line, columns, subsequent_indent="     ") if line.startswith("  ->") else [line]
+    return [line if len(line) <= columns else line[: columns - 1] + "…" for line in (*found, "", _CAVEAT)]

@@ -20,6 +20,9 @@ from evener.doctor import gpu, host, network
 from evener.doctor.facts import Facts
 from evener.doctor.seen import LEVELS, Faults, Finding, findings, page, texts
 
+__all__ = ["CHECKS", "LEVELS", "NEED_TORCH", "OF_ALL_HOSTS", "Facts", "Finding", "TorchChild", "document", "examine"]
+__all__ += ["examine_hosts", "page", "texts", "worst"]
+
 
 def _function(name: str) -> Callable[[Facts], Faults]:
     """The function of a check bears its name, in one of the three files."""
@@ -107,20 +110,3 @@ def document() -> str:
     head = resources.files("evener.doctor").joinpath("page.md").read_text(encoding="utf-8")
     pages = (page(name).replace("*", "\\*").replace("\\*\\*", "**") for name in texts())
     return head + "\n\n".join(pages) + "\n"
-
-
-__all__ = [
-    "CHECKS",
-    "LEVELS",
-    "NEED_TORCH",
-    "OF_ALL_HOSTS",
-    "Facts",
-    "Finding",
-    "TorchChild",
-    "document",
-    "examine",
-    "examine_hosts",
-    "page",
-    "texts",
-    "worst",
-]
