@@ -78,7 +78,9 @@ def read_ends(logs: str, nproc: int) -> list[RankEnd]:
     records = [_read(os.path.join(logs, f"rank{rank}.json")) for rank in range(nproc)]
     states: dict[str, str] = {}
     for record in records:
-        states |= (record.get("ended") or {}).get("others", {})
+        for one, letter in (record.get("ended") or {}).get("others", {}).items():
+            if states.get(one) != "T":  # who asked second found it going on again
+                states[one] = letter
     for rank, record in enumerate(records):
         pid, ended = record.get("pid"), record.get("ended")
         told = ended if isinstance(ended, dict) else {}
