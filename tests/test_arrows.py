@@ -57,7 +57,9 @@ ARROWS: dict[str, set[str]] = {
 BEYOND_THE_DESIGN: dict[str, set[str]] = {
     "engine": {"batch"},  # looking at nested batches: one small file below the rooms with torch
     "data": {"batch"},
-    "dist": {"ending"},  # what a process must drop before Python ends: one file for the group and for the shim
+    # ending: what a process must drop before Python ends, one file for the group and for the shim;
+    # gpus: evener.device() takes an idle GPU under a lease, and explains CUDA_VISIBLE_DEVICES
+    "dist": {"ending", "gpus"},
     "launch": {"ending"},
     "run": {"batch", "report"},  # the console, curves and run folder, not the events alone
 }
