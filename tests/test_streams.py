@@ -323,6 +323,42 @@ def test_evaluate_and_predict_take_a_stream(ranks, tmp_path, monkeypatch):
     assert ranks(1)(inside, str(tmp_path), measured, 2) == [alone]  # a number of the run's, for its own dataset
 
 
+@pytest.mark.parametrize("make", [streams.Numbers, streams.WithState])
+def test_evaluating_the_stream_that_trains_changes_nothing_or_is_refused(tmp_path, make):
+    data = make(30)
+    model = seeded(lambda: torch.nn.Linear(4, 3))
+    with evener.Run(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, data, global_batch_size=8, stream="split",
+        precision="fp32", dir=tmp_path / "run", save_every=None,
+    ) as run:  # fmt: skip
+        sums = []
+        for update in run.updates(epochs=1):
+            sums.append(update.metrics["sum"] * update.rows)
+            if make is streams.WithState:
+                with pytest.raises(UsageError, match="trains on this very WithState"):
+                    run.evaluate(data)
+            assert run.evaluate(make(30))["sum"] == pytest.approx(14.5)
+            assert make is streams.WithState or run.evaluate(data)["sum"] == pytest.approx(14.5)
+        assert sum(sums) == pytest.approx(sum(range(30)))
+
+
+class BadState(streams.WithState):
+    def state_dict(self):
+        raise RuntimeError("no state today")
+
+
+def bad_state():
+    try:
+        list(feed(BadState(20) if here().rank == 1 else streams.WithState(20)).portions(Cursor(), epochs=1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_fails_in_its_own_way_stops_all(ranks):
+    texts = ranks(2)(bad_state)
+    assert texts[1] == "RuntimeError: no state today" and "the stream of rank 1 failed at row 0" in texts[0]
+
+
 def inside(folder, function, *args):
     import os
 

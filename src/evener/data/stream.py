@@ -103,9 +103,8 @@ class StreamReader:
         self._seeds: Iterator[int] = iter(())
         self._epoch, self._used = -1, 0
         self._ahead: deque[Any] = deque()  # rows of coming updates
-        self._ended, self._failed, self._began = False, False, False
+        self._ended = self._began = self._first = False
         self._error: Exception | None = None
-        self._first = False
         self._loaded: int | None = None  # look of the first update after a load_state_dict in the middle of an epoch
 
     def read(self, job: StreamJob) -> Taken:

@@ -146,11 +146,12 @@ class StreamFeed:
         end = None if epochs is None else cursor.epoch + epochs
         while (end is None or cursor.epoch < end) and (updates is None or updates > 0):
             mark = cursor.mark or START
-            taken, error = None, None
+            taken: Taken | None = None
+            error: Exception | None = None
             try:
                 if not mark.ended:
                     taken = self._next(cursor, mark)
-            except DataError as problem:
+            except Exception as problem:  # the others are told before it is raised
                 error = problem
             try:
                 portion = self._portion(cursor, mark, taken, error)
@@ -178,7 +179,7 @@ class StreamFeed:
             self._say(f"read {rows:,} rows again in {seconds:.1f} s")
         return taken
 
-    def _portion(self, cursor: Cursor, mark: Mark, taken: Taken | None, error: DataError | None) -> Portion | None:
+    def _portion(self, cursor: Cursor, mark: Mark, taken: Taken | None, error: Exception | None) -> Portion | None:
         """What all ranks do next; None when the epoch has no update left."""
         mine = [error is not None, taken is not None, 0, False, 0, False, False]
         if taken is not None:
@@ -217,7 +218,7 @@ class StreamFeed:
         made = tuple([Piece(start, stop, n, batch) for (start, stop), n, batch in pieces])
         return Portion(cursor, after, rows, made, not goes_on, planned)
 
-    def _refuse(self, cursor: Cursor, every: Sequence[Sequence[int]], error: DataError | None) -> None:
+    def _refuse(self, cursor: Cursor, every: Sequence[Sequence[int]], error: Exception | None) -> None:
         """What all ranks must stop for; every rank sees it, so that none waits for another."""
         if error is not None:
             raise error

@@ -16,7 +16,7 @@ from evener.dist import Group, comm
 from evener.engine.cut import Cut
 from evener.engine.mean import Mean, total_of
 from evener.engine.randomness import Randomness
-from evener.errors import DataError, LossError
+from evener.errors import DataError, LossError, UsageError
 from evener.run.predict import checked, in_dataset_order
 
 MetricFn = Callable[..., Any]
@@ -54,7 +54,7 @@ def no_trace(model: torch.nn.Module, randomness: Randomness) -> Iterator[None]:
 class Walk:
     """Every row of a dataset once, in dataset order, over all ranks: this rank's contiguous shares, without a trace.
 
-    Args as those of `Run`; `batch_size`: rows at once on one rank.
+    Args as those of `Run`; `batch_size`: rows at once on one rank; `training`: the dataset that the run trains on.
     """
 
     def __init__(
@@ -71,9 +71,15 @@ class Walk:
         num_workers: Any,
         seed: int,
         exact: bool,
+        training: Any = None,
     ) -> None:
         # A stream is read by every rank, and each keeps its chunks.
         source = source_of(data, "split" if is_stream(data) else None)
+        if source.stream and source.dataset is training and _moves(training):
+            raise UsageError(
+                f"the run trains on this very {type(training).__name__}: iterating it here would move it on.",
+                fix=["give a second object of the same stream"],
+            )
         if source.stream and num_workers != "auto":
             num_workers = min(1, num_workers)  # the run's number is for the rows of its dataset
         self.module, self.rows, self.randomness = module, source.rows, randomness
@@ -112,6 +118,11 @@ class Walk:
                             yield at, aligned(piece.batch) if self.exact else piece.batch, piece.rows
         finally:
             self.feed.close()
+
+
+def _moves(stream: Any) -> bool:
+    """Whether iterating a stream changes the object itself, for another iteration that is under way."""
+    return any(hasattr(stream, name) for name in ("state_dict", "set_epoch", "__next__"))
 
 
 def evaluate(

@@ -592,6 +592,7 @@ class Run:
             num_workers=self.config.num_workers,
             seed=self.config.seed,
             exact=self.config.exact,
+            training=self.feed.source.dataset,
         )
         self._out.folder.event("evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=_since(began))
         self.log({f"evaluate/{name}": value for name, value in means.items()})
@@ -625,6 +626,7 @@ class Run:
             num_workers=self.config.num_workers,
             seed=self.config.seed,
             exact=self.config.exact,
+            training=self.feed.source.dataset,
         )
 
     def _can_compute(self, model: torch.nn.Module | None) -> None:
