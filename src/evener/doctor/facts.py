@@ -371,7 +371,12 @@ def look_at_directory(path: str) -> dict[str, Any]:
     place = Path(path).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    facts: dict[str, Any] = {"path": str(Path(path).absolute()), "reason": "", "fsync_seconds": None}
+    facts: dict[str, Any] = {
+        "path": str(Path(path).absolute()),
+        "place": str(place),
+        "reason": "",
+        "fsync_seconds": None,
+    }
     try:
         disk = os.statvfs(place)
         facts |= {"free_bytes": disk.f_frsize * disk.f_bavail, "filesystem": leases.file_system(str(place))}

@@ -18,8 +18,10 @@ import json
 import os
 import re
 import socket
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ from evener.errors import UsageError
 PORT = 29477
 FIELDS = dataclasses.fields(Facts)
 _LONGEST_LINE = 4 << 20
-_CONNECT_SECONDS, _ANSWER_SECONDS = 3.0, 30.0
+_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,9 @@ class Members:
     def is_head(self, facts: Facts) -> bool:
         if self.rank is not None:
             return self.rank == 0
+        names = {facts.hostname, facts.hostname.partition(".")[0]}
         own = {address for one in facts.interfaces for address in one["addresses"] if not one["loopback"]}
-        return (
-            self.head in (facts.hostname, facts.hostname.partition(".")[0])
-            or self.head in own
-            or (bool(own & set(addresses(self.head))))
-        )
+        return self.head in names or bool(own & {self.head, *addresses(self.head)})
 
 
 def members(given: str, head: str | None, environ: Mapping[str, str]) -> Members:
@@ -134,28 +133,25 @@ def _unreachable(peers: Mapping[str, tuple[str, int]]) -> list[str]:
 
 def lead(who: Members, facts: Facts, seconds: float, judge: Callable[[Facts], str]) -> None:
     """The head's part. `judge` gets the facts of all hosts, reports, and returns the worst level."""
-    own = [one for one in addresses(who.head) if not one.startswith("127.")] or [facts.address]
+    here = next((one for one in addresses(who.head) if not one.startswith("127.")), facts.address)
     try:
-        server = socket.create_server((own[0], who.port), backlog=max(128, who.count))
-        fresh = socket.create_server((own[0], 0), backlog=128)
+        server = socket.create_server((here, who.port), backlog=max(128, who.count))
     except OSError as error:
-        raise UsageError(
-            f"The head cannot listen on {own[0]}:{who.port}: {error.strerror or error}.",
-            fix=["--head HOST:PORT with a free port, the same on every host"],
-        ) from None
+        cause = f"The head cannot listen on {here}:{who.port}: {error.strerror or error}."
+        raise UsageError(cause, fix=["--head HOST:PORT with a free port, the same on every host"]) from None
+    # To itself the head is a host like any other.
+    itself = (dataclasses.replace(who, head=here), facts, seconds)
+    threading.Thread(target=follow, args=itself, daemon=True).start()
     lines: dict[str, _Line] = {}
-    hosts: dict[str, Any] = {
-        facts.hostname: {"facts": dataclasses.asdict(facts), "address": own[0], "clock_seconds": 0.0, "unreachable": []}
-    }
-    ports = {facts.hostname: (own[0], fresh.getsockname()[1])}
+    hosts: dict[str, Any] = {}
     deadline = time.monotonic() + seconds
-    with server, fresh:
+    with server:
         while len(hosts) < who.count and (left := deadline - time.monotonic()) > 0:
             server.settimeout(left)
             with contextlib.suppress(OSError, KeyError, TypeError, UsageError):  # a stranger, or one who went away
                 connection, (address, _) = server.accept()
                 line = _Line(connection)
-                hello = line.receive(_ANSWER_SECONDS)
+                hello = line.receive(_CONNECT_SECONDS)
                 # Of another version of evener, perhaps: what it knows more is left out, what it knows less is unknown.
                 seen = {one.name: hello["facts"][one.name] for one in FIELDS if one.name in hello["facts"]}
                 Facts.from_json(json.dumps(seen), address)
@@ -164,29 +160,23 @@ def lead(who: Members, facts: Facts, seconds: float, judge: Callable[[Facts], st
                 offset = line.receive(_ANSWER_SECONDS)["time"] - (began + time.time()) / 2
                 name = str(seen["hostname"])
                 name = name if name not in hosts else f"{name} ({address})"
-                hosts[name] = {"facts": seen, "address": address, "clock_seconds": round(offset, 4)}
-                ports[name], lines[name] = (address, int(hello["port"])), line
-        token = _Token(facts)
-        for name, line in lines.items():
-            with contextlib.suppress(OSError):
-                line.send(peers={peer: at for peer, at in ports.items() if peer != name}, token=token.path)
-        mine = hosts[facts.hostname]
-        mine["unreachable"] = _unreachable({peer: at for peer, at in ports.items() if peer != facts.hostname})
-        facts = dataclasses.replace(
-            facts, reverse_dns_seconds=facts.reverse_dns_seconds | reverse_dns([at[0] for at in ports.values()])
-        )
-        mine["facts"] = dataclasses.asdict(facts)
-        for name, line in lines.items():
-            try:
-                told = line.receive(_ANSWER_SECONDS)
-                hosts[name] |= {key: told[key] for key in ("unreachable", "sees_token")}
-                hosts[name]["facts"]["reverse_dns_seconds"] = told["reverse_dns_seconds"]
-            except (OSError, KeyError):
-                hosts[name]["unreachable"] = ["the head, after its first word"]
-        token.remove()
-        missing = _missing(who, hosts)
-        every = {"head": f"{who.head} ({own[0]}:{who.port})", "seconds": seconds, "missing": missing, "hosts": hosts}
-        worst = judge(dataclasses.replace(facts, hosts=every))
+                at = {"address": address, "port": int(hello["port"]), "clock_seconds": round(offset, 4)}
+                lines[name], hosts[name] = line, {"facts": seen, **at}
+        with _token((facts.directory or {}).get("place")) as token:
+            for name, line in lines.items():
+                peers = {peer: (one["address"], one["port"]) for peer, one in hosts.items() if peer != name}
+                with contextlib.suppress(OSError):
+                    line.send(peers=peers, token=token)
+            for name, line in lines.items():
+                try:
+                    told = line.receive(_ANSWER_SECONDS)
+                    hosts[name] |= {key: told[key] for key in ("unreachable", "sees_token")}
+                    hosts[name]["facts"]["reverse_dns_seconds"] = told["reverse_dns_seconds"]
+                except (OSError, KeyError):
+                    hosts[name]["unreachable"] = ["the head, after its first word"]
+        hosts = dict(sorted(hosts.items(), key=lambda item: item[1]["address"] != here))
+        every = {"head": f"{who.head} ({here}:{who.port})", "seconds": seconds, "missing": _missing(who, hosts)}
+        worst = judge(dataclasses.replace(facts, hosts=every | {"hosts": hosts}))
         for line in lines.values():
             with contextlib.suppress(OSError):
                 line.send(worst=worst, head=facts.hostname)
@@ -201,24 +191,15 @@ def _missing(who: Members, hosts: Mapping[str, Any]) -> list[str]:
     return [name for name in who.names if name not in came and not set(addresses(name)) & came]
 
 
-class _Token:
-    """A file beside the checkpoints: who sees it has the same directory."""
-
-    def __init__(self, facts: Facts) -> None:
-        place = (facts.directory or {}).get("path", "")
-        while place and not os.path.isdir(place):
-            place = os.path.dirname(place)
-        self.path = os.path.join(place, f".evener-doctor-{os.getpid()}-{time.time_ns()}") if place else ""
-        try:
-            if self.path:
-                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        except OSError:
-            self.path = ""  # the check `directory` says why
-
-    def remove(self) -> None:
-        with contextlib.suppress(OSError):
-            if self.path:
-                os.unlink(self.path)
+@contextlib.contextmanager
+def _token(folder: str | None) -> Iterator[str]:
+    """A file beside the checkpoints: who sees it has the same directory. "" where none can be made."""
+    with contextlib.ExitStack() as stack:
+        name = ""
+        with contextlib.suppress(OSError):  # the check `directory` says why
+            if folder is not None:
+                name = stack.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".evener-doctor-")).name
+        yield name
 
 
 def follow(who: Members, facts: Facts, seconds: float) -> tuple[str, str]:

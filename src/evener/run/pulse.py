@@ -68,8 +68,9 @@ class Pulse:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+            if os.getpid() == self.fixed["pid"]:  # not a forked process that happens to drop the run
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
 
     def _totals(self) -> tuple[float, float, float, int]:
         return self.waited, self.stepped, self.rest, self.updates
