@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from evener.errors import UsageError, nearest
+from evener.errors import EvenerError, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
-    from evener.explain import Explanation, Fate
+    from evener.explain.answer import Explanation
+    from evener.explain.facts import Fate
     from evener.explain.read import Selection
 
 DESCRIPTION = """\
@@ -102,7 +104,7 @@ def read(what: list[str]) -> tuple[list[Selection], list[Fate]]:
 
 def fates_in(logs: str) -> list[Fate]:
     """How every rank ended, from the records of `evener run` in a log folder; [] where there are none."""
-    from evener.explain import Fate
+    from evener.explain.facts import Fate
     from evener.launch.records import read_ends
 
     ranks = [int(name[4:-5]) for name in os.listdir(logs) if name.startswith("rank") and name[4:-5].isdecimal()]
@@ -129,6 +131,53 @@ def text_of(answer: Explanation, stream: Any, color: str = "auto") -> str:
 
     colored = color == "always" or (color == "auto" and stream.isatty() and "NO_COLOR" not in os.environ)
     return to_text(answer, color=colored, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+
+# --- the end of `evener run` ----------------------------------------------------------------------------------------
+
+
+def explain_run(error: EvenerError, logs: str, started: float, kills: int | None) -> str:
+    """What the launcher says about a failed run, with what its logs and this machine say about the cause.
+
+    The launcher knows who ended how; this knows what the message means. Where no kind fits, the launcher's word stands.
+    """
+    from evener.explain import explain_selections, preferred_language
+    from evener.explain.answer import words
+    from evener.explain.folder import read_folder
+    from evener.explain.host import testimony
+
+    language = preferred_language()
+    try:
+        fates = fates_in(logs)
+        answer = explain_selections([*read_folder(logs), testimony(started, kills, logs)], language, fates)
+    except (EvenerError, OSError, ValueError):  # nothing to read: the launcher has said what it knows
+        return str(error)
+    if answer.kind in (None, "python-exception", "torchrun-hidden-root-cause", "stopped-by-signal"):
+        return str(error)
+    *evidence, where = error.evidence or ("",)
+    say = words(language)
+    blamed = re.match(r"rank (\d+) ", error.cause)
+    if blamed and answer.culprit_known and answer.culprit_rank not in (None, int(blamed[1])):
+        # The launcher has taken a victim: the text knows better.
+        evidence, error = [text for _, _, text in answer.evidence[:3]], LaunchError(answer.summary)
+    lines = [error.cause, *(f"  {line}" for line in evidence)]
+    if answer.kind == "evener-error":
+        same = len(fates) > 1 and len({fate.tracebacks[0][:2] for fate in fates if fate.tracebacks}) == 1
+        everyone = same and all(fate.tracebacks for fate in fates)
+        if everyone and any(fate.tracebacks[0][1].splitlines()[0] in error.cause for fate in fates):
+            # Raised on every rank, and shown by rank 0 already: who was first says nothing.
+            return f"{say['all_ranks'].format(what=answer.summary)}\n  {where}"
+        return str(error)
+    lines += ["", f"  {answer.kind}: {answer.summary}"]
+    for heading, items in (
+        ("cause", answer.cause),
+        ("fix", answer.fix),
+        ("confirm", answer.confirm),
+        ("avoid", answer.avoid),
+    ):
+        for n, item in enumerate(items):
+            lines.append(f"  {say[heading] + ':' if n == 0 else '':<{len(say[heading]) + 1}} {item}")
+    return "\n".join([*lines, "", f"  {where}", f"  evener explain {os.path.relpath(logs)}"])
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------

@@ -121,12 +121,16 @@ def main(argv: list[str]) -> int:
     if os.name != "posix":
         fix = ["run one process with `python script.py`"]
         raise LaunchError("`evener run` starts processes on Linux and macOS only.", fix=fix)
+    from evener.explain.host import oom_kills
     from evener.launch.supervise import supervise
 
+    kills, started = oom_kills(), time.monotonic()
     with lease if lease is not None else contextlib.nullcontext():
         ending = supervise(launch, os.environ)
     if ending.error is not None:
-        print(f"evener: {ending.error}", file=sys.stderr)
+        from evener.cli.explain import explain_run
+
+        print(f"evener: {explain_run(ending.error, launch.logs, started, kills)}", file=sys.stderr)
     return ending.exit_code
 
 

@@ -2,27 +2,32 @@
 
 The way of a text: `read` keeps what is worth reading of any size; `lines` takes marks off; `facts` finds exceptions,
 exits and waits; `match` holds the kinds' signatures (`kinds/*.toml`) against them; `decide` does the arithmetic;
-`root` says what came first; `answer` puts it into words. Nothing here imports anything but the standard library.
+`root` says what came first; `answer` puts it into words. Nothing here imports anything but the standard library, and
+importing the room itself costs nothing: `evener run` needs it only when something has failed.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from evener.explain import facts as _facts
-from evener.explain.answer import Explanation, explain_root
-from evener.explain.facts import Fate
-from evener.explain.lines import Line, parse, streams_of
-from evener.explain.read import Raw, Selection
-from evener.explain.root import find_root
+if TYPE_CHECKING:
+    from evener.explain.answer import Explanation
+    from evener.explain.facts import Fate
+    from evener.explain.lines import Line
+    from evener.explain.read import Selection
 
-__all__ = ["Explanation", "Fate", "explain_error", "explain_lines", "explain_selections", "explain_text"]
+__all__ = ["explain_error", "explain_lines", "explain_selections", "explain_text"]
 
 
 def explain_lines(lines: list[Line], lines_total: int, language: str = "en", fates: Iterable[Fate] = ()) -> Explanation:
     """The explanation of lines that have been taken apart already."""
-    found = _facts.gather(lines, streams_of(lines), lines_total, fates)
+    from evener.explain.answer import explain_root
+    from evener.explain.facts import gather
+    from evener.explain.lines import streams_of
+    from evener.explain.root import find_root
+
+    found = gather(lines, streams_of(lines), lines_total, fates)
     return explain_root(find_root(found), found, language)
 
 
@@ -30,14 +35,21 @@ def explain_selections(
     selections: Iterable[Selection], language: str = "en", fates: Iterable[Fate] = ()
 ) -> Explanation:
     """The explanation of one or more texts that belong to one run, with its launcher's records where there are any."""
+    from evener.explain.facts import lines_of_fate
+    from evener.explain.lines import parse
+    from evener.explain.read import Raw
+
     chosen, known = list(selections), list(fates)
     raws = [raw for selection in chosen for raw in selection.lines]
-    raws += [Raw(f"rank{fate.rank}.json", 0, line) for fate in known for line in _facts.lines_of_fate(fate)]
+    raws += [Raw(f"rank{fate.rank}.json", 0, line) for fate in known for line in lines_of_fate(fate)]
     return explain_lines(list(parse(raws)), sum(selection.lines_total for selection in chosen), language, known)
 
 
 def explain_text(text: str, language: str = "en") -> Explanation:
     """The explanation of a text in memory, read as a whole."""
+    from evener.explain.lines import parse
+    from evener.explain.read import Raw
+
     raws = [Raw("", number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     return explain_lines(list(parse(raws)), len(raws), language)
 
@@ -49,6 +61,8 @@ def explain_error(error: BaseException, *, language: str | None = None) -> Expla
         error: A caught exception, with its traceback and the exceptions it was raised from.
         language: "en" or "zh"; the locale's by default.
     """
+    import traceback
+
     text = "".join(traceback.format_exception(error))
     return explain_text(text, language or preferred_language())
 

@@ -112,7 +112,7 @@ def desync(match: Match, facts: Facts) -> bool:
             match.sub, match.stage, match.confidence = "dead-peer", LATE, "medium"
         return True
     if re.search(r"Detected mismatch between collectives|EnforceNotMet|op\.preamble\.length", match.flat):
-        match.sub = "collective"
+        match.sub, match.rank = "collective", None  # who reports it need not be who differs
         both = re.search(r"[Rr]ank (\d+) is running (.{0,120}?), but [Rr]ank (\d+) is running", match.flat)
         if both:
             match.rank, match.values["operation"] = sorted({int(both[1]), int(both[3])}), both[2][:60]
@@ -228,6 +228,8 @@ def killed(match: Match, facts: Facts) -> bool:
         match.sub = "kernel"
     elif "DataLoader worker" in match.flat:
         match.sub = "worker"
+    elif "no process was killed for want of memory" in everything:
+        match.sub = "somebody"
     else:
         match.confidence = "medium"
     if named := re.search(r"Killed process (\d+) \(([\w.:-]+)\).*?anon-rss:(\d+)kB", everything):
@@ -240,6 +242,8 @@ def joined(match: Match, facts: Facts) -> bool:
     if found := re.search(r"(\d+)/(\d+) clients joined", match.flat):
         match.values |= {"joined": found[1], "expected": found[2], "missing": str(int(found[2]) - int(found[1]))}
         match.sub = "missing-ranks"
+    elif "expected, but not set" in match.flat:
+        match.known = None  # nobody else is needed for that
     elif re.search(r"RendezvousClosed", match.flat):
         match.sub = "closed"
     elif re.search(r"(?:hostname|getaddrinfo|Name or service|resolve)", match.flat):
@@ -312,7 +316,7 @@ def capability(match: Match, facts: Facts) -> bool:
 
 def inplace(match: Match, facts: Facts) -> bool:
     everything = "\n".join(line.text for line in facts.lines) + (match.raised.code if match.raised else "")
-    if re.search(r"view was created|leaf Variable|SelectBackward|(?:Relu|Add|Mul|Sigmoid)\w*Backward", match.flat):
+    if re.search(r"view was created|leaf Variable|which is output \d+ of", match.flat):
         match.sub, match.confidence = "own-operation", "medium"
     elif not re.search(r"DistributedDataParallel|DDP|torchrun|rank", everything):
         match.confidence = "medium"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from evener.explain.lines import Line, Stream
 
@@ -188,7 +188,7 @@ def _exceptions(lines: list[Line]) -> list[Raised]:
             if chained and found:
                 last = found[-1]
                 found[-1] = Raised([*last.links, *one.links], [*last.frames, *one.frames], last.lines + one.lines)
-            elif not kind.endswith(_NOT_RAISED):
+            elif not kind.endswith(_NOT_RAISED) or (frames and kind.endswith("Warning")):
                 found.append(one)
             chained, frames = False, []
         i += 1
@@ -282,8 +282,12 @@ def _ends_of_fates(facts: Facts) -> list[Ended]:
         if fate.stopped and fate.pid is not None:
             facts.stopped.add(fate.pid)
         quiet = fate.how in (None, "exit") or (fate.how == "finished" and fate.code not in (0, None))
-        if not quiet or fate.code is None or (fate.code == 0 and fate.how == "exit"):
+        gone = fate.how is None and fate.code is None and not fate.stopped and fate.pid is not None
+        if not gone and (not quiet or fate.code is None or (fate.code == 0 and fate.how == "exit")):
             continue
+        if gone:  # it was not there any more when the launcher stopped the others
+            fate = replace(fate, code=0)
+        assert fate.code is not None
         if fate.code >= 0 and fate.tracebacks:
             continue  # SystemExit with a message
         said = f"rank {fate.rank} ended with exit code {fate.code}"

@@ -1,9 +1,9 @@
 """From bytes to the lines worth reading: any size, in bounded memory, and fast enough for a gigabyte.
 
-A log of gigabytes is nearly all progress and INFO lines. Blocks are searched with `bytes.find` for a few stems that
-failures have (2 GB/s each, where a regular expression does 20 MB/s). Around each hit a window is kept, and the head and
-the tail of the text always are. Lines that differ only in their digits are kept a limited number of times, so that a
-message printed at every step cannot push the others out.
+A log of gigabytes is nearly all progress and INFO lines, and these repeat but for their digits. So the shape of a line,
+its text without digits, decides: a shape that has been seen costs one look-up, a new one is searched for a few stems
+that messages of failures have. Around each such line a window is kept, a limited number of times per shape, so that a
+message printed at every step cannot push the others out. The head and the tail of the text always are.
 
 A carriage return ends a line here (progress bars overwrite themselves), but line numbers are an editor's.
 """
@@ -34,7 +34,9 @@ _STEMS = """error exception traceback assert warn fatal fail kill signal abort t
 segmentation cannot evict cancel timed_out exit_code no_space core_dumped unable_to loss_scale evener:_ preempt lost
 already_in_use clients_joined"""
 STEMS = tuple(stem.replace("_", " ").encode() for stem in _STEMS.split())
-_DIGITS = re.compile(rb"\d+")
+# Upper case to lower, a carriage return to a line's end.
+_SHAPE = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r", b"abcdefghijklmnopqrstuvwxyz\n")
+MOST_SHAPES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,6 @@ class Selection:
         self._first_bytes = self._last_bytes = 0
         self._seen: dict[bytes, int] = {}
         self._upto = 0  # offset in the source up to which lines were kept
-        self._alone: list[tuple[int, int]] = []
 
     def read(self, stream: BinaryIO) -> list[Raw]:
         """Reads `stream` to its end."""
@@ -91,11 +92,9 @@ class Selection:
         spans = []
         if offset < HEAD_BYTES:
             spans.append((len(before), len(before) + min(len(data), HEAD_BYTES - offset)))
-        for position in self._hits(data):
-            at = position + len(before)
-            spans.append((at - BEFORE_BYTES, at + AFTER_BYTES))
-        for line_start, line_end in self._alone:
-            spans.append((line_start + len(before), line_end + len(before)))
+        around, alone = self._hits(data)
+        spans += [(at + len(before) - BEFORE_BYTES, at + len(before) + AFTER_BYTES) for at in around]
+        spans += [(low + len(before), high + len(before)) for low, high in alone]
         if last:
             spans.append((len(text) - TAIL_BYTES, len(text)))
         line, counted = number - before.count(b"\n"), 0
@@ -113,28 +112,24 @@ class Selection:
             counted = high
             self._upto = start + high
 
-    def _hits(self, data: bytes) -> list[int]:
-        """Offsets of lines with a stem, not too often the same; `_alone` gets the lines to keep without a window."""
-        lower = data.lower()
-        self._alone = []
-        found: dict[int, int] = {}
-        for stem in STEMS:
-            at = lower.find(stem)
-            while at >= 0:
-                start, end = _line_start(data, at), _line_end(data, at)
-                found[start] = end
-                at = lower.find(stem, end)
-        hits = []
-        for start, end in sorted(found.items()):
-            shape = _DIGITS.sub(b"0", lower[start : min(end, start + 200)])
-            count = self._seen.get(shape, 0) + 1
-            if count > 1 or len(self._seen) < 100_000:
-                self._seen[shape] = count
-            if count <= SAME_WITH_WINDOW:
-                hits.append(start)
-            elif count <= SAME_ALONE:
-                self._alone.append((start, end))
-        return hits
+    def _hits(self, data: bytes) -> tuple[list[int], list[tuple[int, int]]]:
+        """Lines with a stem: the offsets of those to keep with what is around, and the spans of those to keep alone."""
+        around, alone, seen, end = [], [], self._seen, -1
+        shapes = data.translate(_SHAPE, b"0123456789").split(b"\n")
+        for shape, line in zip(shapes, data.replace(b"\r", b"\n").split(b"\n")):
+            start, end = end + 1, end + 1 + len(line)
+            count = seen.get(shape)
+            if count is None:
+                count = 1 if any(stem in shape for stem in STEMS) else 0
+                if len(seen) < MOST_SHAPES:
+                    seen[shape] = count
+            elif count:
+                seen[shape] = count = count + 1
+            if 0 < count <= SAME_WITH_WINDOW:
+                around.append(start)
+            elif 0 < count <= SAME_ALONE:
+                alone.append((start, end + 1))
+        return around, alone
 
     def _keep(self, raw: Raw) -> None:
         size = len(raw.text) + 64
