@@ -83,7 +83,8 @@ def test_a_choice_is_what_was_wished_and_never_half_of_it(machine, wish, held, d
         assert largest < (wish.count or 1)
         # Every GPU that did not fit is accounted for.
         for one in seen:
-            assert one in fit or any(line.startswith(f"GPU {one.index}: ") for line in found.evidence)
+            heads = [line.partition(":")[0].removeprefix("GPU ").split(", ") for line in found.evidence]
+            assert one in fit or any(str(one.index) in head for head in heads)
         return
     assert len(found.gpus) == (wish.count or largest)
     assert all(one in fit for one in found.gpus) and len({one.name for one in found.gpus}) == 1
@@ -237,6 +238,17 @@ def test_run_exports_the_uuids_of_what_it_picked(tmp_path):
 
 
 @needs_compiler
+def test_a_mig_device_that_the_user_named_is_what_runs(tmp_path):
+    fake = Fake(tmp_path, ZOO)
+    uuid = "MIG-31600002-0000-4000-8000-000200000001"
+    assert exported(dry_run(fake, tmp_path, CUDA_VISIBLE_DEVICES=uuid)) == uuid
+    assert exported(dry_run(fake, tmp_path, "--gpus", "MIG-31600002-0000-4000-8000-000200000001")) == uuid
+    fake.occupy(os.getpid(), "2.1 C 900")
+    busy = dry_run(fake, tmp_path, CUDA_VISIBLE_DEVICES=uuid)
+    assert busy.returncode == 3 and f"pid {os.getpid()}" in busy.stderr
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "scenario, words, environ, code, texts",
     [
@@ -250,8 +262,23 @@ def test_run_exports_the_uuids_of_what_it_picked(tmp_path):
         (ZOO, ("--gpus", "7,"), {}, 3, ["7: GPU is lost"]),
         (ZOO, ("--gpus", "9,"), {}, 2, ["9 is no GPU of this machine", "GPU 7: GPU is lost"]),
         (ZOO, ("--gpus", 1, "--nproc", 2), {}, 2, ["asks for more processes than there are GPUs: 1 GPU chosen"]),
-        (EIGHT, ("--gpus", 2, "--min-free", "90GiB"), {}, 3, ["0 of 8 GPUs fit now", "GPU 0: 79.5 GiB free"]),
-        (EIGHT, (), {"CUDA_VISIBLE_DEVICES": "GPU-beef"}, 3, ["GPU-beef is no GPU of this machine"]),
+        (
+            EIGHT,
+            ("--gpus", 2, "--min-free", "90GiB"),
+            {},
+            3,
+            ["0 of 8 GPUs fit now", "GPU 0, 1, 2, 3, 4, 5, 6, 7: 79.5 GiB free"],
+        ),
+        (
+            EIGHT,
+            (),
+            {"CUDA_VISIBLE_DEVICES": "GPU-beef"},
+            3,
+            [
+                "GPU 0, 1, 2, 3, 4, 5, 6, 7: hidden here: CUDA_VISIBLE_DEVICES=GPU-beef: no GPU",
+                "GPU-beef is no GPU of this machine",
+            ],
+        ),
         ("init LIB_RM_VERSION_MISMATCH", (), {}, 4, ["kernel module and its library differ", "reboot"]),
         ("init LIB_RM_VERSION_MISMATCH", ("--gpus", 2, "--nproc", 2), {}, 4, ["differ"]),
     ],

@@ -86,7 +86,7 @@ def test_each_trouble_is_shown_as_what_it_is_and_hides_no_other_gpu(tmp_path, er
     assert gpus[0]["compute_capability"] == "9.0" and gpus[0]["pci_bus_id"] == "00000000:19:00.0"
     # Idle. Memory that the driver reserves is not in use; before 510 nobody can tell the two apart.
     assert gpus[1]["idle"] and gpus[1]["busy_because"] == [] and gpus[1]["processes"] == []
-    assert gpus[1]["memory_total_bytes"] == 143771 * MIB
+    assert gpus[1]["memory_total_bytes"] == 143771 * MIB and (gpus[1]["numa_node"], gpus[4]["numa_node"]) == (0, 1)
     assert gpus[1]["memory_used_bytes"] == (512 * MIB if era == 470 else 0)
     assert gpus[1]["memory_reserved_bytes"] == (None if era == 470 else 512 * MIB)
     # MIG: not idle as a whole, its parts are.
@@ -312,8 +312,9 @@ def test_no_gpu_and_no_driver_are_two_things(tmp_path):
 def test_a_machine_without_a_gpu_gets_a_short_honest_answer():
     done = cli(None)
     assert done.returncode == 3 and done.stderr == ""
-    first, second = done.stdout.splitlines()
-    assert "NVIDIA" in first and second.startswith(("CPU: ", "  ")) and max(map(len, (first, second))) < 110
+    lines = done.stdout.splitlines()
+    assert "NVIDIA" in lines[0] and "evener run --cpu" in lines[1] and lines[2].startswith("CPU: ") and len(lines) == 3
+    assert max(map(len, lines)) <= 80
     assert cli(None, "--env").stdout == "" and cli(None, "--env").returncode == 3
     assert json.loads(cli(None, "--json").stdout)["trouble"]["kind"] == "no-gpu"
 

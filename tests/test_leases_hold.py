@@ -358,7 +358,9 @@ folder = Folder(locks)
 mine = [gpu for gpu in look_at_gpus(os.environ, holder_of=folder.holder).gpus if gpu.lease and gpu.lease.pid == os.getpid()]
 assert [gpu.slot for gpu in mine] == [0, 1] and [gpu.index for gpu in mine] == [5, 6], mine
 assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(uuids) and os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-del os.environ["CUDA_VISIBLE_DEVICES"]
+os.environ["LOCAL_RANK"] = "0"
+assert evener.pick_gpus(1) == uuids, "in a launched process it takes nothing"
+del os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]
 for wrong in (0, True, "2"):
     try:
         evener.pick_gpus(wrong)

@@ -15,21 +15,24 @@ from evener.gpus import leases, look, owners, pick, table, visible
 from evener.gpus.values import Snapshot, to_json
 
 DESCRIPTION = """\
-Show the GPUs of this machine: what is on them, who runs it, who has a lease, and which are idle, or why not.
-GPU is nvidia-smi's number; slot is the N of `cuda:N` for a process that is started from this shell.
+Show the GPUs of this machine: what is on them, who runs it, who has a lease,
+and which are idle, or why not. GPU is nvidia-smi's number; slot is the N of
+`cuda:N` for a process that is started from this shell.
 """
 
 EXAMPLES = """\
-exit codes: 0 found, 2 a mistake in the call, 3 not enough (or no) GPUs now, 4 the driver is broken
+exit codes: 0 found, 2 a mistake in the call, 3 not enough (or no) GPUs now,
+4 the driver is broken
 
 examples:
-  evener gpus                              the table
-  evener gpus -n 2 --min-free 20GB         would two GPUs be free? exit code 3 says no
-  env $(evener gpus -n 1 --env) python x.py    look, then go; between the two somebody else may come:
-  evener run --gpus 1 x.py                 takes them under a lease instead
-  evener gpus --watch                      again every 2 seconds, until Ctrl-C
-  evener gpus --holders                    processes that keep GPUs open, orphans too
-  evener gpus --record gpus.json           for a bug report; read it with --from gpus.json
+  evener gpus                        the table
+  evener gpus -n 2 --min-free 20GB   are two GPUs free? exit code 3 says no
+  evener gpus --watch                again every 2 seconds, until Ctrl-C
+  evener gpus --holders              who keeps GPUs open, orphans too
+  evener gpus --record gpus.json     for a bug report; --from reads it
+  env $(evener gpus --env) python train.py
+                                     look, then go; somebody else may come in
+                                     between: `evener run` takes a lease
 """
 
 
@@ -169,7 +172,7 @@ def this_machine() -> str:
 
     cpus, memory = usable_cpus(), psutil.virtual_memory()
     text = f"CPU: {cpus} usable core{'s' if cpus > 1 else ''}, {look.size(memory.available)} of "
-    return f"{text}{look.size(memory.total)} memory free. `evener run --cpu --nproc N` runs here.\n"
+    return f"{text}{look.size(memory.total)} memory free.\n"
 
 
 def holders() -> int:

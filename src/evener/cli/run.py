@@ -72,6 +72,7 @@ def parser() -> Parser:
         help="wait for the GPUs; --wait=90, --wait=10min: so long at most",
     )
     add("--share", action="store_true", help="also take GPUs that other processes use (never leased ones)")
+    add("--no-lease", action="store_true", help="take idle GPUs without a lease: others may take them too")
     add("--lock-folder", metavar="DIR", help="another folder of GPU leases than this machine's")
     add("--no-numa", action="store_true", help="do not bind ranks to the CPUs near their GPU")
     add("--nproc", metavar="N", help="how many processes (default: one per GPU, or 1 without a GPU)")
@@ -200,7 +201,7 @@ def take_gpus(given: argparse.Namespace, nproc: int | None) -> tuple[Gpus, Lease
     if given.gpus is None:
         hidden = environ.get(visible.VARIABLE, "unset").strip() in ("", "-1")
         trouble = snapshot.trouble
-        if hidden or (trouble is not None and not trouble.broken and not trouble.fix):
+        if hidden or (trouble is not None and trouble.kind == "no-gpu"):
             return Gpus(()), None  # there is nothing that could be taken, and nobody asked for it
         if trouble is not None and nproc is not None:
             notes = (f"no GPU is chosen and none is leased: {trouble.cause}",)
@@ -231,6 +232,7 @@ def to_wish(given: argparse.Namespace, nproc: int | None) -> Wish:
         min_free_bytes=pick.parse_size(given.min_free, "--min-free") if given.min_free else 0,
         model=given.model,
         share=given.share,
+        lease=not given.no_lease,
         wait_seconds=None if wait is None else pick.parse_seconds(wait, "--wait") if wait else float("inf"),
     )
 

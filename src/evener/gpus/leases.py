@@ -171,7 +171,7 @@ class Folder:
             problem = str(error)
         if problem:
             fix = [f"as root: mkdir -p -m 1777 {self.path}", f"another folder for all users: {SETTING}: [gpus]"]
-            fix.append('lock_folder = "/var/lock/evener"')
+            fix += ['lock_folder = "/var/lock/evener"', "`evener run --no-lease` goes without"]
             raise LaunchError(f"The folder of GPU leases, {self.path}, cannot be used: {problem}.", fix=fix)
 
     @contextlib.contextmanager

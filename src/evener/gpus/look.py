@@ -207,8 +207,9 @@ def without_library(root: str) -> Trouble:
         return Trouble("no-driver", "There is an NVIDIA card and no driver library for it.", True, (evidence,), (fix,))
     if os.path.exists(os.path.join(root, "dev/kfd")):
         cause = "There is an AMD GPU driver here; evener counts NVIDIA GPUs only."
-        return Trouble("no-gpu", cause, False, fix=("rocm-smi shows AMD GPUs; `evener run --nproc N` starts N ranks",))
-    return Trouble("no-gpu", "There is no NVIDIA GPU on this machine.", False)
+        return Trouble("amd", cause, False, fix=("rocm-smi shows AMD GPUs; `evener run --nproc N` starts N ranks",))
+    fix = "`evener run --cpu --nproc N` starts N processes on the CPU"
+    return Trouble("no-gpu", "There is no NVIDIA GPU on this machine.", False, fix=(fix,))
 
 
 def _trouble(pynvml: Any, error: Any, root: str) -> Trouble:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -123,9 +124,20 @@ class _Reader:
         nothing = 2**64 - 1
         return [(one.pid, None if one.memory == nothing else one.memory) for one in records[: count.value]]
 
-    def numa_node(self) -> int | None:
-        node = self.ask("nvmlDeviceGetNumaNodeId")
-        return None if node is None or node < 0 else int(node)
+    def numa_node(self, bus: str | None) -> int | None:
+        """The memory node whose CPUs are near: the kernel's word, else the driver's.
+
+        Not nvmlDeviceGetNumaNodeId: that is the node which a GPU's own memory is, on machines that have such.
+        """
+        domain, _, rest = (bus or "").lower().partition(":")
+        with contextlib.suppress(OSError, ValueError):
+            path = os.path.join(self.root, "sys/bus/pci/devices", f"{domain[-4:]}:{rest}", "numa_node")
+            with open(path, encoding="ascii") as file:
+                node = int(file.read())
+            return node if node >= 0 else None
+        nodes = self.ask("nvmlDeviceGetMemoryAffinity", 4, 0)
+        numbers = [bit for bit in range(256) if nodes[bit // 64] >> bit % 64 & 1] if nodes is not None else []
+        return numbers[0] if len(numbers) == 1 else None
 
     def health(self) -> Health:
         mode = self.ask("nvmlDeviceGetComputeMode")
@@ -167,7 +179,6 @@ def named_process(pid: int, memory: int | None, kind: str, root: str = "/") -> P
 def _has_nodes(root: str) -> bool:
     """Whether there are device files that an open one could be compared with (a stand-in driver has none)."""
     import glob
-    import os
 
     return bool(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
 
@@ -212,7 +223,7 @@ def _gpu(reader: _Reader, index: int) -> Gpu:
             values[name] = None if milliwatts is None else milliwatts / 1000
         capability = reader.ask("nvmlDeviceGetCudaComputeCapability")
         values["compute_capability"] = None if capability is None else f"{capability[0]}.{capability[1]}"
-        values["numa_node"] = reader.numa_node()
+        values["numa_node"] = reader.numa_node(values["pci_bus_id"])
         values["health"] = reader.health()
         mode = reader.ask("nvmlDeviceGetMigMode")
         values["mig_enabled"] = None if mode is None else bool(mode[0])

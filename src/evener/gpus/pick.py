@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from evener.errors import DriverError, ShortageError, UsageError
 from evener.gpus import look, owners, visible
-from evener.gpus.leases import Folder, Lease, default_path
+from evener.gpus.leases import PICKER_SECONDS, Folder, Lease, default_path
 from evener.gpus.nvml import PATHS
 from evener.gpus.values import Gpu, MigDevice, Snapshot
 
@@ -33,6 +33,7 @@ class Wish:
         count: How many; None is "auto": all idle ones of one kind.
         words: These and no others: indices as nvidia-smi shows them, UUIDs or beginnings of UUIDs.
         share: Also GPUs that other processes use (never one under another's lease).
+        lease: False takes none: for machines where no folder can hold the locks.
         wait_seconds: How long to wait for them; None does not wait, infinity waits.
     """
 
@@ -41,6 +42,7 @@ class Wish:
     min_free_bytes: int = 0
     model: str | None = None
     share: bool = False
+    lease: bool = True
     wait_seconds: float | None = None
 
     def __str__(self) -> str:
@@ -57,6 +59,7 @@ class Universe:
     uuids: frozenset[str]
     why: str = ""  # why it is not the whole machine
     scheduler: str | None = None  # then its grant is the claim, and evener takes no lease
+    mig: tuple[str, ...] = ()  # MIG devices that were named or granted: CUDA uses the first of them
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,17 @@ def universe(snapshot: Snapshot, environ: Mapping[str, str]) -> Universe:
     if seen.value is None:
         every = {gpu.uuid for gpu in snapshot.gpus} | {part.uuid for gpu in snapshot.gpus for part in gpu.mig}
         why = f"granted by {scheduler}" if scheduler else ""
-        return Universe(snapshot, frozenset(uuid for uuid in every if uuid), why, scheduler)
+        parts = tuple(part.uuid for gpu in snapshot.gpus for part in gpu.mig if part.uuid) if scheduler else ()
+        return Universe(snapshot, frozenset(uuid for uuid in every if uuid), why, scheduler, parts)
     if None in seen.slots:
         raise UsageError(
             f"{visible.VARIABLE}={seen.value}: which GPUs these are is not known.",
             evidence=seen.because,
             fix=[f"{visible.ORDER}=PCI_BUS_ID makes an index what nvidia-smi shows", "or put UUIDs there: evener gpus"],
         )
-    return Universe(
-        snapshot, frozenset(uuid for uuid in seen.slots if uuid), "; ".join(seen.lines(snapshot.gpus)), scheduler
-    )
+    named = tuple(uuid for uuid in seen.slots if uuid)
+    parts = tuple(uuid for uuid in named if uuid.startswith("MIG-"))
+    return Universe(snapshot, frozenset(named), "; ".join(seen.lines(snapshot.gpus)), scheduler, parts)
 
 
 def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
@@ -144,6 +148,8 @@ def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
     snapshot = world.snapshot
     if wish.words:
         return _choose_named(wish, world)
+    if world.mig and wish.count in (None, 1):
+        return _choose_named(replace(wish, words=world.mig[:1]), world)
     reasons: dict[int, str] = {}
     kinds: dict[tuple[str | None, int | None], list[Gpu]] = {}
     for gpu in snapshot.gpus:
@@ -158,7 +164,10 @@ def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
 
     enough = [kind for kind in kinds.values() if len(kind) >= (wish.count or 1)]
     if not enough:
-        lines = [f"GPU {index}: {why}" for index, why in reasons.items()]
+        grouped: dict[str, list[int]] = {}
+        for index, why in reasons.items():
+            grouped.setdefault(why, []).append(index)
+        lines = [f"GPU {', '.join(map(str, which))}: {why}" for why, which in grouped.items()]
         if len(kinds) > 1:
             counts = ", ".join(f"{len(kind)} {kind[0].name}" for kind in kinds.values())
             lines.insert(0, f"they would have to be of one kind; free are {counts}")
@@ -230,7 +239,7 @@ def _unfit(gpu: Gpu | MigDevice, wish: Wish, world: Universe) -> str | None:
     if gpu.uuid is None:
         return "its UUID cannot be read"
     if gpu.uuid not in world.uuids:
-        return f"not visible here ({world.why})"
+        return f"hidden here: {world.why}"
     if isinstance(gpu, Gpu) and (gpu.mig_enabled or gpu.health.compute_mode == "prohibited"):
         return gpu.busy_because[-1] if gpu.busy_because else "MIG is on"
     if wish.model and wish.model.lower() not in (gpu.name or "").lower():
@@ -321,18 +330,20 @@ def pick(
     snapshot = look.look(environ, source=source)
     refuse_trouble(snapshot)
     world = universe(snapshot, environ)
-    if world.scheduler:
+    if world.scheduler or not wish.lease:
         found = choose(wish, world)
         if isinstance(found, ShortageError):
             raise found
-        return replace(found, notes=(*found.notes, f"no lease: these GPUs were granted by {world.scheduler}"))
+        why = f"these GPUs were granted by {world.scheduler}" if world.scheduler else "others may take these GPUs too"
+        return replace(found, notes=(*found.notes, f"no lease: {why}"))
     hopeful = choose(replace(wish, share=True, min_free_bytes=0), world)  # leases are not in it
     if isinstance(hopeful, ShortageError):
         raise ShortageError(hopeful.cause, evidence=hopeful.evidence, fix=["waiting would not help", *hopeful.fix[-1:]])
     folder = Folder(lock_folder or default_path())
     folder.prepare()
     until = time.monotonic() + (wish.wait_seconds or 0.0)
-    with folder.serial():
+    patience = max(PICKER_SECONDS, wish.wait_seconds or 0.0)
+    with folder.serial(patience):
         ticket = folder.line_up(f"{owners.user_name(os.getuid())}, pid {os.getpid()}: {wish}")
     said = ""
     try:
@@ -341,7 +352,7 @@ def pick(
             if first is not None:
                 found = ShortageError("Others wait for GPUs and come first.", evidence=[first])
             else:
-                with folder.serial():
+                with folder.serial(patience):
                     found = _attempt(wish, environ, folder, source)
             if isinstance(found, Picked):
                 return found
@@ -400,6 +411,9 @@ def pick_gpus(
         wait: True waits for them, a number of seconds waits so long; False raises at once.
         lock_folder: Another folder for the leases than this machine's.
 
+    In a process that was launched (`evener run`, torchrun) the choice was made before: it takes nothing and returns
+    what is visible.
+
     Returns:
         Their UUIDs, in the order of their slots.
 
@@ -409,6 +423,9 @@ def pick_gpus(
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UsageError(f"pick_gpus({n!r}): how many GPUs, 1 or more.")
+    if "LOCAL_RANK" in os.environ:
+        seen = visible.read(os.environ, look.look(os.environ).gpus)
+        return tuple(uuid for uuid in seen.slots if uuid)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise UsageError(

@@ -134,9 +134,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why there are no GPUs to show. `broken`: there should be some (exit code 4), not just none (3)."""
+    """Why there are no GPUs to show.
 
-    kind: str  # "no-gpu", "no-driver", "driver-not-loaded", "mismatch", "no-permission", "lost-in-container", "other"
+    Attributes:
+        kind: "no-gpu", "amd", "no-driver", "driver-not-loaded", "mismatch", "no-permission", "lost-in-container" or
+            "other".
+        broken: There should be some (exit code 4), not just none (3).
+    """
+
+    kind: str
     cause: str
     broken: bool
     evidence: tuple[str, ...] = ()
