@@ -77,7 +77,8 @@ class Run:
         model: A plain module, never wrapped; or {name: module}.
         optimizer: Over the model's parameters; or {name: optimizer}, with `batches` and `step(batch, optimizer=name)`.
         loss_fn: `loss_fn(model, batch)` returns a scalar (the mean over its rows), a `Mean`, or (either, {name: Mean}).
-        dataset: Rows: a map-style dataset, tensors, or a DataLoader (taken for its dataset, collate_fn and workers).
+        dataset: Rows: a map-style dataset, tensors, or a DataLoader (taken for its dataset, collate_fn and workers); with
+            stream= what can only be iterated.
         **keywords: See the table in docs/keywords.md; `global_batch_size` is required. `evener.toml`, then flags of
             `evener run`, override them.
 
