@@ -46,9 +46,14 @@ class Wish:
     wait_seconds: float | None = None
 
     def __str__(self) -> str:
-        what = ",".join(self.words) if self.words else "all idle GPUs" if self.count is None else plural(self.count)
-        model = f" {self.model}" if self.model else ""
-        return f"{what}{model}{f' with {look.size(self.min_free_bytes)} free' if self.min_free_bytes else ''}"
+        model = f"{self.model} " if self.model else ""
+        what = (
+            f"all idle {model}GPUs"
+            if self.count is None
+            else f"{self.count} {model}GPU{'' if self.count == 1 else 's'}"
+        )
+        what = ",".join(self.words) or what
+        return f"{what}{f' with {look.size(self.min_free_bytes)} free' if self.min_free_bytes else ''}"
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ def _unfit(gpu: Gpu | MigDevice, wish: Wish, world: Universe) -> str | None:
     if isinstance(gpu, Gpu) and (gpu.mig_enabled or gpu.health.compute_mode == "prohibited"):
         return gpu.busy_because[-1] if gpu.busy_because else "MIG is on"
     if wish.model and wish.model.lower() not in (gpu.name or "").lower():
-        return f"it is a {gpu.name or 'GPU without a name'}"
+        return f"another model ({gpu.name or 'not known'})"
     if wish.min_free_bytes and (gpu.memory_free_bytes or 0) < wish.min_free_bytes:
         return f"{look.size(gpu.memory_free_bytes or 0)} free"
     if world.scheduler:  # what runs on granted GPUs is ours or the scheduler's business
