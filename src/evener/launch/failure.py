@@ -105,7 +105,8 @@ def _is_absent(end: RankEnd) -> bool:
     """It had not failed when another rank had, and it was not waiting for anybody."""
     if end.state == "T":
         return True  # it goes on when it is ended, and then fails like the others
-    if end.how is not None and not end.stopped:
+    failing = any(one.function == "ended_by" and one.file.endswith("shim.py") for one in end.stack)
+    if end.errors or failing or (end.how is not None and not end.stopped):
         return False
     return end.state in _STATES or (bool(end.stack) and not any(_WAITING.search(one.file) for one in end.stack))
 

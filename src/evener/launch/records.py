@@ -124,12 +124,12 @@ def _raised(error: dict[str, Any]) -> Raised:
 
 
 def _stack(path: str) -> tuple[Line, ...]:
-    """The main thread's frames in a faulthandler dump, innermost first."""
+    """The main thread's frames when it was first asked, innermost first; a second asker may find it going on again."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        threads = re.split(r"^(?:Current thread|Thread) .*$", file.read(), flags=re.MULTILINE)
-        if len(threads) > 1:
-            frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', threads[-1], flags=re.MULTILINE)
-            return tuple(Line(name, int(line), function, _source(name, int(line))) for name, line, function in frames)
+        block = file.read().partition("Current thread ")[2]
+        block = re.split(r"^(?:Current thread|Thread) ", block, maxsplit=1, flags=re.MULTILINE)[0]
+        frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, flags=re.MULTILINE)
+        return tuple(Line(name, int(line), function, _source(name, int(line))) for name, line, function in frames)
     return ()
 
 

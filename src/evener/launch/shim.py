@@ -121,6 +121,16 @@ def show_stack_on_request(path: str) -> None:
             faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
+def ask_for_stack(pid: int) -> None:
+    """To the main thread: a signal to the process is taken by any thread, and the main one may have gone on by then."""
+    import ctypes
+
+    assert STACK_SIGNAL is not None
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc since 2.30
+    if tgkill is None or tgkill(pid, pid, int(STACK_SIGNAL)) != 0:
+        os.kill(pid, STACK_SIGNAL)
+
+
 def state_of(pid: int) -> str:
     """The kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z dead."""
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
@@ -283,7 +293,7 @@ class Record:
                     other = json.load(file)
                 if other["pid"] != os.getpid() and "ended" not in other:
                     states[rank] = state_of(other["pid"])
-                    os.kill(other["pid"], STACK_SIGNAL)
+                    ask_for_stack(other["pid"])
                     if states[rank] == "T":
                         os.kill(other["pid"], signal.SIGCONT)  # or it could neither answer nor be ended
         if states:
