@@ -227,6 +227,8 @@ class ConfigFile:
         for folder in upwards[: upwards.index(root) + 1]:
             own, project = folder / "evener.toml", folder / "pyproject.toml"
             table = _read_toml(project).get("tool", {}).get("evener") if project.is_file() else None
+            if isinstance(table, dict) and "lint" in table:  # the linter's own section says nothing about a run
+                table = {key: value for key, value in table.items() if key != "lint"} or None
             if own.is_file():
                 if table is not None:
                     fix = ["keep one of them: move the keywords of [tool.evener] to evener.toml"]

@@ -1,0 +1,225 @@
+"""From paths to findings: which files, in how many processes, with which rules."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from evener.errors import UsageError, nearest
+from evener.lint import rules
+from evener.lint.names import facts
+from evener.lint.project import Facts, Project
+from evener.lint.rule import LEVELS, Checked, Finding, Rule
+from evener.lint.source import Source
+
+# What no rule looks into. Folders that begin with a dot are passed over too.
+EXCLUDED = ("__pycache__", "venv", "env", "build", "dist", "node_modules", "site-packages", "wandb", "*.egg-info")
+# A file without any of these words has nothing to say: it is not parsed.
+WORDS = re.compile(rb"torch|apex|evener|accelerat|nvidia-smi|CUDA_VISIBLE|MASTER_|LOCAL_RANK|local_rank|set_epoch")
+SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")  # only their launch lines are read
+PARALLEL_FROM = 24  # below so many files, starting processes costs more than it brings
+CONTEXT_FILES = 24  # imported files that are read for one that is linted
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to look for. `select` and `ignore` hold rule ids, themes ("migrate") and levels ("hint")."""
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    hints: bool = False
+    processes: int = 1  # more are started for many files; they import the main module, which then needs its guard
+
+    def rules(self) -> tuple[Rule, ...]:
+        """The chosen rules. `UsageError` for a word that is none."""
+        words = {rule.id for rule in rules.ALL} | {rule.theme for rule in rules.ALL} | set(LEVELS)
+        for word in (*self.select, *self.ignore):
+            if word not in words:
+                close = nearest(word, words)
+                fix = [f"{close}" if close else "", "rules and themes: evener lint --rules"]
+                raise UsageError(
+                    f"{word!r} is no rule, theme or level of evener lint.", fix=[one for one in fix if one]
+                )
+        chosen = []
+        for rule in rules.ALL:
+            own = {rule.id, rule.theme, rule.level}
+            wanted = bool(own & set(self.select)) if self.select else rule.level != "hint" or self.hints
+            if wanted and not own & set(self.ignore):
+                chosen.append(rule)
+        return tuple(chosen)
+
+
+@dataclass(frozen=True)
+class Report:
+    findings: tuple[Finding, ...]
+    files: int  # looked at
+    unreadable: int  # of them, those that do not parse: each has a finding "unreadable"
+
+    def worst(self) -> str | None:
+        levels = {one.level for one in self.findings}
+        return next((level for level in LEVELS if level in levels), None)
+
+
+def lint(paths: Sequence[str | os.PathLike[str]], options: Options | None = None) -> Report:
+    """Findings of all files below `paths`, sorted by path and line.
+
+    `UsageError` for a path that is not there, or a word in `select` that is no rule.
+    """
+    options = options or Options()
+    chosen = options.rules()
+    files = find([os.fspath(path) for path in paths], options.exclude)
+    if len(files) < PARALLEL_FROM or options.processes == 1:
+        project, broken = join(files, map(read_facts, files))
+        results: Iterable[list[Finding]] = map(partial(check, project, chosen), files)
+        findings = [one for result in results for one in result]
+    else:
+        findings, broken = _in_processes(files, chosen, options.processes)
+    findings += broken
+    order = sorted(findings, key=lambda one: (one.path, one.line, one.column, one.rule))
+    return Report(tuple(order), len(files), sum(one.rule == "unreadable" for one in order))
+
+
+def _in_processes(files: list[str], chosen: tuple[Rule, ...], workers: int) -> tuple[list[Finding], list[Finding]]:
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    chunk = max(1, min(32, len(files) // (workers * 4)))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        project, broken = join(files, pool.map(read_facts, files, chunksize=chunk))
+        # The project goes once to each worker's chunk, not once per file.
+        parts = [files[i : i + chunk] for i in range(0, len(files), chunk)]
+        results = pool.map(partial(check_many, project.files, [rule.id for rule in chosen]), parts)
+        return [one for result in results for one in result], broken
+
+
+def join(files: list[str], read: Iterable[Facts | Finding]) -> tuple[Project, list[Finding]]:
+    """The project of these files and of what they import, and the findings of those that do not parse."""
+    collected = list(read)
+    broken = [one for one in collected if isinstance(one, Finding)]
+    known = {one.path: one for one in collected if isinstance(one, Facts)}
+    waiting = [(path, dotted) for path, one in known.items() for dotted in one.imports]
+    budget = CONTEXT_FILES if len(files) < PARALLEL_FROM else 4 * CONTEXT_FILES
+    while waiting and budget:
+        path, dotted = waiting.pop(0)
+        for candidate in _on_disk(path, dotted):
+            if candidate in known or not os.path.isfile(candidate):
+                continue
+            budget -= 1
+            one = read_facts(candidate)
+            if isinstance(one, Facts):
+                known[candidate] = one
+                waiting += [(candidate, more) for more in one.imports]
+            break
+    return Project(known.values()), broken
+
+
+def _on_disk(path: str, dotted: str) -> Iterator[str]:
+    """Where the module would be: beside the importing file, or one or two folders above."""
+    bare = dotted.lstrip(".")
+    folder = os.path.dirname(path)
+    for _ in range(len(dotted) - len(bare) - 1):
+        folder = os.path.dirname(folder)
+    if not bare or bare.split(".")[0] in ("torch", "numpy", "os", "sys", "torchvision", "transformers"):
+        return
+    tail = os.path.join(*bare.split("."))
+    for start in (
+        [folder] if dotted != bare else [folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
+    ):
+        yield os.path.join(start, tail + ".py")
+        yield os.path.join(start, tail, "__init__.py")
+
+
+def find(paths: list[str], exclude: Sequence[str] = ()) -> list[str]:
+    """All Python files (and launch scripts) below the paths. A file that is named is taken, whatever its name."""
+    from fnmatch import fnmatch
+
+    out = (*EXCLUDED, *exclude)
+    found: dict[str, None] = {}
+    for path in paths:
+        if os.path.isfile(path):
+            found[path] = None
+        elif not os.path.isdir(path):
+            raise UsageError(
+                f"There is no file or folder {path}.", fix=["evener lint PATH [PATH ...], files or folders"]
+            )
+        for folder, inner, names in os.walk(path):
+            inner[:] = sorted(
+                one for one in inner
+                if not one.startswith(".")
+                and not any(fnmatch(one, p) or fnmatch(os.path.join(folder, one), p) for p in out)
+                and not os.path.exists(os.path.join(folder, one, "pyvenv.cfg"))
+            )  # fmt: skip
+            for name in sorted(names):
+                full = os.path.join(folder, name)
+                if name.endswith((".py", *SCRIPTS)) and not any(fnmatch(name, p) or fnmatch(full, p) for p in exclude):
+                    found[os.path.normpath(full)] = None
+    return list(found)
+
+
+def read_facts(path: str) -> Facts | Finding:
+    """What the project needs of one file; a finding "unreadable" where it does not parse."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        return _unreadable(path, 1, f"cannot be read: {error.strerror}")
+    package = path.endswith("__init__.py") and len(data) < 20_000  # it may pass names on
+    if path.endswith(SCRIPTS) or not (package or WORDS.search(data)):
+        return Facts(path)
+    try:
+        return facts(Source(path, data))
+    except SyntaxError as error:
+        return _unreadable(path, error.lineno or 1, f"does not parse as Python: {error.msg}")
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        return _unreadable(path, 1, f"does not parse as Python: {type(error).__name__}: {error}")
+
+
+def _unreadable(path: str, line: int, why: str) -> Finding:
+    return Finding(
+        path, line, 1, "unreadable", "warning", f"{why}; the file was passed over", "repair it, or --exclude it"
+    )
+
+
+def check_many(known: dict[str, Facts], ids: list[str], files: list[str]) -> list[Finding]:
+    project = Project(known.values())
+    chosen = tuple(rule for rule in rules.ALL if rule.id in ids)
+    return [one for path in files for one in check(project, chosen, path)]
+
+
+def check(project: Project, chosen: tuple[Rule, ...], path: str) -> list[Finding]:
+    """All findings of one file on disk."""
+    if path not in project.files:
+        return []
+    with open(path, "rb") as file:
+        return check_data(project, chosen, path, file.read())
+
+
+def check_data(project: Project, chosen: tuple[Rule, ...], path: str, data: bytes) -> list[Finding]:
+    """All findings of one file with this content, without those silenced by comments."""
+    if path.endswith(SCRIPTS):
+        from evener.lint.rules.migrate import TorchDistributedLaunch
+
+        return [
+            one for rule in chosen if isinstance(rule, TorchDistributedLaunch) for one in rule.check_script(path, data)
+        ]
+    if not WORDS.search(data):
+        return []
+    file = Checked(Source(path, data), project)
+    lines, whole = file.source.ignores()
+    if "*" in whole:
+        return []
+    found = {one: None for rule in chosen for one in rule.check(file)}
+    return [
+        one for one in found
+        if one.rule not in whole and not {one.rule, "*"} & lines.get(one.line, set())
+    ]  # fmt: skip
+
+
+def with_file(project: Project, path: str, data: bytes) -> Project:
+    """The project with other content for one file (while it is being fixed)."""
+    one = facts(Source(path, data))
+    return Project([replace(one, path=path), *(other for other in project.files.values() if other.path != path)])

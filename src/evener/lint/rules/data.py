@@ -1,0 +1,241 @@
+"""Which rows a rank sees: samplers and loaders."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from evener.lint.names import loops_over_epochs
+from evener.lint.rule import Checked, Edit, Finding, Rule, add_argument, indent_of, newline, remove_argument
+from evener.lint.source import hides_arguments, keyword, last, literal
+
+HELD_OUT = re.compile(
+    r"(^|_|\b)(val|valid|validation|test|eval|evaluation|dev)(\d*)(_|$|\b)|(valid|val|test|eval)(_?data|_?set|_?loader|_?sampler)",
+    re.I,
+)
+TRAINED = re.compile(r"train|\btr_", re.I)
+
+
+def samplers(file: Checked) -> Iterator[ast.Call]:
+    """Every DistributedSampler that is made, subclasses of the same name in other libraries too."""
+    for call in file.source.of(ast.Call):
+        if last(file.source.name(call.func)) == "DistributedSampler" and file.names.holds(call, "sampler"):
+            yield call
+
+
+def name_of(file: Checked, node: ast.AST) -> str:
+    """What the value is bound to: `val_sampler = ...`, or the keyword it is given to."""
+    for up in file.source.above(node):
+        if isinstance(up, ast.Assign):
+            return file.source.segment(up.targets[0])
+        if isinstance(up, ast.stmt):
+            break
+    return ""
+
+
+class SamplerNoSetEpoch(Rule):
+    """A shuffling DistributedSampler whose `set_epoch` is never called.
+
+    Every epoch then has the same order.
+
+    bad:
+        sampler = torch.utils.data.distributed.DistributedSampler(dataset)
+        loader = torch.utils.data.DataLoader(dataset, sampler=sampler)
+        for epoch in range(10):
+            for x, y in loader:
+                train_step(x, y)
+    good:
+        sampler = torch.utils.data.distributed.DistributedSampler(dataset)
+        loader = torch.utils.data.DataLoader(dataset, sampler=sampler)
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                train_step(x, y)
+    """
+
+    fix = "call sampler.set_epoch(epoch) at the start of every epoch"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        if file.calls("set_epoch") or file.uses("accelerator"):
+            return
+        for call in samplers(file):
+            shuffle = keyword(call, "shuffle", 3)
+            if hides_arguments(call) or (shuffle is not None and literal(shuffle) is not True):
+                continue
+            bound = name_of(file, call)
+            about = bound + " " + (file.source.segment(call.args[0]) if call.args else "")
+            if HELD_OUT.search(about) and not TRAINED.search(about):
+                continue
+            function = file.source.function(call)
+            loops = [
+                loop for loop in file.source.loops()
+                if file.source.function(loop) is function and loops_over_epochs(file.names, loop)
+            ]  # fmt: skip
+            if not loops and not file.uses("epoch loop"):
+                continue
+            edits: list[Edit] = []
+            after = [loop for loop in loops if loop.lineno > call.lineno]
+            if (
+                len(after) == 1
+                and bound.isidentifier()
+                and isinstance(after[0], ast.For)
+                and isinstance(after[0].target, ast.Name)
+            ):
+                loop = after[0]
+                if file.source.at(call).tests == file.source.at(loop).tests and loop.body[0].lineno > loop.lineno:
+                    at = file.source.starts[loop.body[0].lineno - 1]
+                    indent = indent_of(file.source, loop.body[0])
+                    edits = [Edit(at, at, f"{indent}{bound}.set_epoch({after[0].target.id}){newline(file.source)}")]
+            yield self.found(file, call, "set_epoch is called nowhere: every epoch has the same order", *edits)
+
+
+class SamplerRankSeed(Rule):
+    """The sampler's seed contains the rank.
+
+    Ranks draw their shares from different permutations: some rows are seen twice, others never.
+
+    bad:
+        sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True, seed=seed + rank)
+        sampler.set_epoch(0)
+    good:
+        sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True, seed=seed)
+        sampler.set_epoch(0)
+    """
+
+    level = "error"
+    fix = "give every rank the same seed"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        for call in samplers(file):
+            seed = keyword(call, "seed", 4)
+            if seed is None or not any(
+                file.names.is_rank(node) for node in ast.walk(seed) if isinstance(node, ast.expr)
+            ):
+                continue
+            edit = remove_argument(file.source, call, seed)
+            if isinstance(seed, ast.BinOp) and isinstance(seed.op, ast.Add) and file.names.is_rank(seed.right):
+                edit = Edit(file.source.span(seed.left)[1], file.source.span(seed)[1], "")
+            yield self.found(file, call, "the seed differs by rank: shares overlap, and rows are missed", edit)
+
+
+class DdpLoaderNoSampler(Rule):
+    """A DDP program shuffles its training loader without a DistributedSampler.
+
+    Every rank goes through all rows; an epoch costs as much as on one GPU and sees every row `world_size` times.
+
+    bad:
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, shuffle=True)
+    good:
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        sampler = torch.utils.data.distributed.DistributedSampler(train_set)
+        sampler.set_epoch(0)
+        train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, sampler=sampler)
+    """
+
+    fix = "sampler=DistributedSampler(dataset) instead of shuffle=True"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        here = [call for call in file.source.of(ast.Call) if "ddp" in file.names._made(call)]
+        if (
+            not here
+            or file.uses("sampler", "accelerator", "fsdp")
+            or file.calls("split_dataset_by_node", "random_split_by_rank")
+        ):
+            return
+        if any("Sampler" in alias for alias in file.source.aliases) or re.search(
+            r"Sampler\(|IterableDataset|\[rank::|shard\(", file.source.text
+        ):
+            return
+        for call in file.source.of(ast.Call):
+            if "loader" not in file.names._made(call) or hides_arguments(call):
+                continue
+            if literal(keyword(call, "shuffle")) is True and not keyword(call, "batch_sampler"):
+                about = name_of(file, call) + " " + (file.source.segment(call.args[0]) if call.args else "")
+                one = file.names.guard(file.source.at(call)) or any(
+                    "dist" in test.text and not test.wanted for test in file.source.at(call).tests
+                )
+                if not one and not (HELD_OUT.search(about) and not TRAINED.search(about)):
+                    yield self.found(
+                        file, call, "every rank goes through all rows: the loader has no DistributedSampler"
+                    )
+
+
+class EvalSamplerShuffles(Rule):
+    """The sampler of a validation or test set shuffles.
+
+    DistributedSampler shuffles by default and repeats rows to fill the last batch: which rows count twice then differs
+    from epoch to epoch, and so does the metric.
+
+    bad:
+        val_sampler = torch.utils.data.distributed.DistributedSampler(val_set)
+    good:
+        val_sampler = torch.utils.data.distributed.DistributedSampler(val_set, shuffle=False)
+    """
+
+    fix = "shuffle=False"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        for call in samplers(file):
+            shuffle = keyword(call, "shuffle", 3)
+            if hides_arguments(call) or (shuffle is not None and literal(shuffle) is not True):
+                continue
+            bound = name_of(file, call)
+            rows = file.source.segment(call.args[0]) if call.args else ""
+            function = file.source.function(call)
+            about = f"{bound} {rows}"
+            if not HELD_OUT.search(about) or TRAINED.search(about):
+                if not (function and HELD_OUT.search(function.name) and not TRAINED.search(about + function.name)):
+                    continue
+            edit = (
+                add_argument(file.source, call, "shuffle=False")
+                if shuffle is None
+                else Edit(*file.source.span(shuffle), "False")
+            )
+            yield self.found(file, call, "the validation sampler shuffles (the default) and repeats rows", edit)
+
+
+class EvalMetricNotReduced(Rule):
+    """A metric is counted over this rank's share and printed as if it were the whole.
+
+    bad:
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        sampler = torch.utils.data.distributed.DistributedSampler(test_set, shuffle=False)
+        def evaluate(loader):
+            correct = total = 0
+            for x, y in loader:
+                correct += (model(x).argmax(1) == y).sum().item()
+                total += len(y)
+            return correct / total
+    good:
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        sampler = torch.utils.data.distributed.DistributedSampler(test_set, shuffle=False)
+        def evaluate(loader):
+            counts = torch.zeros(2, device="cuda")
+            for x, y in loader:
+                counts += torch.stack([(model(x).argmax(1) == y).sum(), torch.tensor(len(y), device="cuda")])
+            torch.distributed.all_reduce(counts)
+            return (counts[0] / counts[1]).item()
+    """
+
+    level = "hint"
+    fix = "all_reduce the counts before dividing"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        if not file.uses("ddp") or not file.uses("sampler") or file.uses("collective", "accelerator"):
+            return
+        if file.calls("all_reduce", "all_gather", "reduce", "gather", "synchronize_between_processes"):
+            return
+        for function in file.source.of(ast.FunctionDef):
+            if not re.search(r"eval|valid|test", function.name):
+                continue
+            counted = {
+                file.source.segment(aug.target) for aug in file.source.of(ast.AugAssign)
+                if file.source.function(aug) is function and file.source.at(aug).loops and isinstance(aug.op, ast.Add)
+                and re.search(r"correct|total|count|hits", file.source.segment(aug.target))
+            }  # fmt: skip
+            if counted:
+                yield self.found(
+                    file, function, f"{', '.join(sorted(counted))}: counted on this rank's share, never reduced"
+                )

@@ -1,0 +1,274 @@
+"""Devices: which GPUs are visible, what they are called, and what a context manager does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from evener.lint.rule import Checked, Finding, Rule, replace
+from evener.lint.source import keyword, last, literal
+
+QUERIES = {
+    "is_available", "device_count", "current_device", "get_device_name", "get_device_properties", "set_device",
+    "mem_get_info", "get_device_capability", "init", "empty_cache", "synchronize", "manual_seed_all",
+}  # fmt: skip
+
+
+def visible_devices(file: Checked) -> Iterator[tuple[ast.stmt, ast.expr]]:
+    """(statement, value) of every line that sets CUDA_VISIBLE_DEVICES in this process."""
+    for assign in file.source.of(ast.Assign):
+        target = assign.targets[0]
+        if isinstance(target, ast.Subscript) and literal(target.slice) == "CUDA_VISIBLE_DEVICES":
+            if file.source.name(target.value) in ("os.environ", "environ"):
+                yield assign, assign.value
+
+
+class CvdAfterCudaQuery(Rule):
+    """CUDA_VISIBLE_DEVICES is set after CUDA was asked.
+
+    CUDA reads it once, at the first question: setting it later changes nothing.
+
+    bad:
+        count = torch.cuda.device_count()
+        os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+    good:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+        count = torch.cuda.device_count()
+    """
+
+    level = "error"
+    fix = "set it before the first call into torch.cuda, best before the program starts"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        source = file.source
+        asked = [
+            call for call in source.of(ast.Call)
+            if source.name(call.func).startswith("torch.cuda.") and last(source.name(call.func)) in QUERIES
+        ]  # fmt: skip
+        for stmt, _ in visible_devices(file):
+            here = source.at(stmt)
+            for call in asked:
+                there = source.at(call)
+                same = there.function is here.function or (there.function is None and there.owner is None)
+                known = {(test.text, test.wanted) for test in here.tests}
+                always = all((test.text, test.wanted) in known for test in there.tests) and not source.inside(
+                    call, stmt
+                )
+                tested = any(source.inside(call, test.node) for test in here.tests)
+                if same and (always or tested) and call.lineno < stmt.lineno and not self._main(file, call):
+                    yield self.found(file, stmt, f"CUDA was asked in line {call.lineno}: this setting is ignored")
+                    break
+
+    def _main(self, file: Checked, call: ast.Call) -> bool:
+        return any(
+            isinstance(up, ast.If) and "__name__" in file.source.segment(up.test) for up in file.source.above(call)
+        )
+
+
+class PhysicalIdsAfterCvd(Rule):
+    """Physical GPU numbers are used although CUDA_VISIBLE_DEVICES renumbers.
+
+    With "2,3" visible, they are cuda:0 and cuda:1; number 2 does not exist.
+
+    bad:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+        model = torch.nn.DataParallel(net, device_ids=[2, 3])
+    good:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+        model = torch.nn.DataParallel(net, device_ids=[0, 1])
+    """
+
+    fix = "count from 0 among the visible GPUs"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        source = file.source
+        for stmt, value in visible_devices(file):
+            text = re.sub(r"^str\((.*)\)$", r"\1", source.segment(value))
+            given = literal(value)
+            count = len(str(given).split(",")) if isinstance(given, str) else None
+            for call in source.of(ast.Call):
+                ids = keyword(call, "device_ids", 1) if file.names._made(call) & {"dp", "ddp"} else None
+                if ids is None and source.name(call.func) == "torch.cuda.set_device" and call.args:
+                    ids = call.args[0]
+                if ids is None or call.lineno < stmt.lineno:
+                    continue
+                listed = [literal(one) for one in ids.elts] if isinstance(ids, ast.List | ast.Tuple) else [literal(ids)]
+                beyond = count is not None and any(isinstance(one, int) and one >= count for one in listed)
+                from_same = (
+                    count is None
+                    and "." in text
+                    and re.search(rf"\b{re.escape(text)}\b.*split|for \w+ in {re.escape(text)}\b", source.segment(ids))
+                )
+                if beyond or from_same:
+                    yield self.found(file, call, f"CUDA_VISIBLE_DEVICES (line {stmt.lineno}) renumbers the GPUs from 0")
+
+
+class DeviceComparedToStr(Rule):
+    """A torch.device is compared with a string.
+
+    They are never equal: the branch is dead.
+
+    bad:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda":
+            torch.backends.cudnn.benchmark = True
+    good:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda":
+            torch.backends.cudnn.benchmark = True
+    """
+
+    level = "error"
+    fix = "compare device.type"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        for test in file.source.of(ast.Compare):
+            if len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+                continue
+            left, right = test.left, test.comparators[0]
+            for device, other in ((left, right), (right, left)):
+                if not self._strings(other) or not self._device(file, device):
+                    continue
+                if isinstance(test.ops[0], ast.In | ast.NotIn) and (device is right or isinstance(other, ast.Constant)):
+                    continue
+                bare = isinstance(other, ast.Constant) and re.fullmatch(r"[a-z]+", str(other.value))
+                edits = (replace(file.source, device, f"{file.source.exact(device)}.type"),) if bare else ()
+                yield self.found(file, test, "a torch.device never equals a string", *edits)
+
+    def _strings(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            return bool(node.elts) and all(isinstance(literal(one), str) for one in node.elts)
+        return isinstance(literal(node), str)
+
+    def _device(self, file: Checked, node: ast.expr) -> bool:
+        values = file.names.values(node) if isinstance(node, ast.Name | ast.Attribute) else []
+        if values:
+            return all(file.names.kinds(value) == {"device"} for _, value in values)
+        if isinstance(node, ast.Name):
+            return file.names.kinds(node) == {"device"}
+        return isinstance(node, ast.Call) and file.source.name(node.func) == "torch.device"
+
+
+class ContextManagerNotEntered(Rule):
+    """A context manager is made and dropped.
+
+    Without `with` it does nothing.
+
+    bad:
+        model.eval()
+        torch.no_grad()
+        out = model(x)
+    good:
+        model.eval()
+        with torch.no_grad():
+            out = model(x)
+    """
+
+    level = "error"
+    fix = "with ...:"
+    managers = (
+        "torch.no_grad", "torch.enable_grad", "torch.inference_mode", "torch.autocast", "torch.amp.autocast",
+        "torch.cuda.amp.autocast", "torch.cpu.amp.autocast", "torch.cuda.device", "torch.cuda.stream",
+        "torch.accelerator.device_index", "torch.random.fork_rng", "torch.autograd.no_grad",
+    )  # fmt: skip
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        for stmt in file.source.of(ast.Expr):
+            call = stmt.value
+            if not isinstance(call, ast.Call):
+                continue
+            dotted = file.source.name(call.func)
+            waits = isinstance(call.func, ast.Attribute) and call.func.attr == "no_sync" and not call.args
+            if dotted in self.managers or waits:
+                yield self.found(file, call, f"{file.source.segment(call.func)}() does nothing without `with`")
+
+
+class NvidiaSmiText(Rule):
+    """The output of nvidia-smi is parsed as text.
+
+    Its layout changes; its order is not CUDA's; memory alone does not say that a GPU is idle; two users race.
+
+    bad:
+        free = os.popen("nvidia-smi --query-gpu=memory.free --format=csv").read()
+    good:
+        free, total = torch.cuda.mem_get_info()
+    """
+
+    fix = "NVML (nvidia-ml-py), torch.cuda.mem_get_info(), or `evener gpus --json`"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        source = file.source
+        for node in source.of(ast.Constant):
+            if not isinstance(node.value, str) or not re.match(r"\s*(\S*/)?nvidia-smi\b", node.value):
+                continue
+            for up in source.above(node):
+                if isinstance(up, ast.Call):
+                    dotted = source.name(up.func)
+                    run = last(dotted) in (
+                        "popen",
+                        "Popen",
+                        "check_output",
+                        "run",
+                        "getoutput",
+                        "system",
+                        "call",
+                        "getstatusoutput",
+                    )
+                    if (run and dotted.startswith(("os.", "subprocess.", "commands.", "sp."))) or last(dotted) in (
+                        "check_output",
+                        "Popen",
+                    ):
+                        yield self.found(file, up, "nvidia-smi's output is read as text")
+                    break
+                if isinstance(up, ast.stmt):
+                    break
+
+
+class OomByMessage(Rule):
+    """Out of memory is recognised by the text of its message.
+
+    The text changes; the class does not.
+
+    bad:
+        try:
+            train_step(batch)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            torch.cuda.empty_cache()
+    good:
+        try:
+            train_step(batch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    fixed:
+        try:
+            train_step(batch)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            torch.cuda.empty_cache()
+    """
+
+    fix = "except torch.OutOfMemoryError (a RuntimeError)"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        source = file.source
+        for test in source.of(ast.Compare):
+            if len(test.ops) != 1 or not isinstance(test.ops[0], ast.In | ast.NotIn):
+                continue
+            text = literal(test.left)
+            if not isinstance(text, str) or "out of memory" not in text.lower():
+                continue
+            handler = next((up for up in source.above(test) if isinstance(up, ast.ExceptHandler)), None)
+            name = handler.name if handler else None
+            edits = ()
+            if (
+                name
+                and re.search(rf"\b{name}\b", source.segment(test.comparators[0]))
+                and source.aliases.get("torch") == "torch"
+            ):
+                negated = "not " if isinstance(test.ops[0], ast.NotIn) else ""
+                edits = (replace(source, test, f"{negated}isinstance({name}, torch.OutOfMemoryError)"),)  # type: ignore[assignment]
+            yield self.found(file, test, "out of memory is recognised by its message", *edits)

@@ -1,0 +1,530 @@
+"""What old scripts use and PyTorch 2.13 has no more, or not for long. `--fix --select migrate` rewrites them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files as package_files
+from typing import Any
+
+from evener.lint.apex import codemod
+from evener.lint.rule import Checked, Edit, Finding, Rule, remove_argument, replace
+from evener.lint.source import Function, keyword, last, literal
+
+
+@cache
+def table() -> dict[str, list[dict[str, Any]]]:
+    """renames.toml: names that are gone or deprecated, and what replaces them."""
+    return tomllib.loads((package_files("evener.lint") / "renames.toml").read_text("utf-8"))
+
+
+def references(file: Checked) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
+    """(node, dotted name) of every longest dotted name that is read."""
+    for kind in (ast.Attribute, ast.Name):
+        for node in file.source.of(kind):
+            if not isinstance(file.source.parent[node], ast.Attribute) and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                dotted = file.source.name(node)
+                if dotted.startswith(("torch.", "apex.")):
+                    yield node, dotted  # type: ignore[misc]
+
+
+def imported(file: Checked) -> Iterator[tuple[ast.Import | ast.ImportFrom, ast.alias, str]]:
+    """(statement, alias, dotted name) of everything that is imported."""
+    for plain in file.source.of(ast.Import):
+        for alias in plain.names:
+            yield plain, alias, alias.name
+    for source in file.source.of(ast.ImportFrom):
+        if not source.level:
+            for alias in source.names:
+                yield source, alias, f"{source.module}.{alias.name}"
+
+
+def part_of(node: ast.expr, dotted: str, old: str) -> ast.expr | None:
+    """The part of the reference that is `old` itself: `dist.reduce_op` of `dist.reduce_op.SUM`."""
+    for _ in range(dotted.count(".") - old.count(".")):
+        if not isinstance(node, ast.Attribute):
+            return None
+        node = node.value
+    return node
+
+
+class ApexRemoved(Rule):
+    """apex.amp and apex.parallel were deleted from Apex.
+
+    O1 and O2 are autocast with a GradScaler today; O0 is fp32; apex.parallel is DistributedDataParallel of PyTorch.
+
+    bad:
+        import torch
+        from apex import amp
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    good:
+        import torch
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = loss_fn(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """
+
+    level = "error"
+    fix = "torch.autocast and torch.amp.GradScaler; torch.nn.parallel.DistributedDataParallel"
+    gone = ("apex.amp", "apex.parallel", "apex.fp16_utils")
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        statements: dict[ast.stmt, str] = {}
+        for stmt, alias, dotted in imported(file):
+            if dotted.startswith(self.gone) and stmt not in statements:
+                statements[stmt] = dotted
+            elif dotted == "apex" and alias.asname is None and stmt not in statements:
+                used = {one for _, one in references(file) if one.startswith(self.gone)}
+                if used and not any(d.startswith(self.gone) for _, _, d in imported(file)):
+                    statements[stmt] = ".".join(min(used).split(".")[:2])
+        edits = codemod(file) if statements else ()
+        for where, dotted in statements.items():
+            what = ".".join(dotted.split(".")[:2])
+            yield self.found(file, where, f"{what} no longer exists", *edits)
+
+
+class CudaAmpDeprecated(Rule):
+    """torch.cuda.amp warns; torch.amp takes the device type.
+
+    bad:
+        from torch.cuda.amp import autocast, GradScaler
+        scaler = GradScaler(enabled=True)
+        with autocast(False, dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+    good:
+        from torch.amp import autocast, GradScaler
+        scaler = GradScaler("cuda", enabled=True)
+        with autocast("cuda", enabled=False, dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+    """
+
+    fix = 'torch.amp.autocast("cuda", ...), torch.amp.GradScaler("cuda", ...)'
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        order = {row["name"]: row.get("order") for row in table()["amp"]}
+        uses = []
+        for node, dotted in references(file):
+            match = re.fullmatch(r"torch\.(cuda|cpu)\.amp(?:\.autocast_mode|\.grad_scaler)?\.(\w+)", dotted)
+            if match and match[2] in order:
+                uses.append((node, match[1], match[2]))
+        imports = []
+        for stmt, alias, dotted in imported(file):
+            if (re.match(r"torch\.(cuda|cpu)\.amp\b", dotted) and isinstance(stmt, ast.ImportFrom)) or re.match(
+                r"torch\.(cuda|cpu)\.amp$", dotted
+            ):
+                imports.append((stmt, alias))
+        every = [self._use(file, node, device, name, order[name]) for node, device, name in uses]
+        roots = [self._import(file, stmt, alias) for stmt, alias in imports]
+        # Uses of an imported name and its import change together, or not at all.
+        joint = (
+            None if any(one is None for one in (*every, *roots)) else [e for one in (*every, *roots) for e in one or ()]
+        )
+        for (node, _, name), edits in zip(uses, every):
+            chain = isinstance(node, ast.Attribute) and file.source.segment(node).startswith("torch.")
+            mine = edits if chain else joint
+            yield self.found(file, node, f"torch.cuda.amp.{name} is deprecated", *(mine or ()))
+        for stmt in {stmt: None for stmt, _ in imports}:
+            yield self.found(file, stmt, "torch.cuda.amp is deprecated", *(joint or ()))
+
+    def _use(self, file: Checked, node: ast.expr, device: str, name: str, order: list[str] | None) -> list[Edit] | None:
+        source = file.source
+        edits = []
+        if source.segment(node).startswith("torch."):
+            edits.append(replace(source, node, f"torch.amp.{name}"))
+        elif isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name):
+            return None
+        up = source.parent[node]
+        if isinstance(up, Function) and node in up.decorator_list:
+            if name not in ("custom_fwd", "custom_bwd"):
+                return None
+            end = source.span(node)[1]
+            return [*edits, Edit(end, end, f'(device_type="{device}")')]
+        if not (isinstance(up, ast.Call) and up.func is node):
+            return edits if name == "GradScaler" else None
+        if any(isinstance(arg, ast.Starred) for arg in up.args):
+            return None
+        first = f'device_type="{device}"' if name.startswith("custom") else f'"{device}"'
+        names = order or []
+        if len(up.args) > len(names) and order is not None:
+            return None
+        words = [*names, *[""] * len(up.args)]
+        for arg, word in list(zip(up.args, words))[1:]:
+            start = source.span(arg)[0]
+            edits.append(Edit(start, start, f"{word}=" if word else ""))
+        at = source.span(up.args[0])[0] if up.args else source.data.index(b"(", source.span(node)[1]) + 1
+        named = f"{names[0]}=" if names and up.args else ""
+        edits.append(Edit(at, at, first + (", " if up.args or up.keywords else "") + named))
+        return [one for one in edits if one.text]
+
+    def _import(self, file: Checked, stmt: ast.Import | ast.ImportFrom, alias: ast.alias) -> list[Edit] | None:
+        source = file.source
+        text = source.exact(stmt)
+        start = source.span(stmt)[0]
+        if isinstance(stmt, ast.Import):
+            return [replace(source, alias, f"torch.amp as {alias.asname}")] if alias.asname else None
+        match = re.match(r"from\s+(torch\.(?:cuda|cpu)(\.amp)?[\w.]*)\s+import", text)
+        known = {row["name"] for row in table()["amp"]}
+        wanted = {"amp"} if match and not match[2] else known
+        if not match or any(one.name not in wanted for one in stmt.names):
+            return None
+        begin = start + len(text[: match.start(1)].encode())
+        return [Edit(begin, begin + len(match[1].encode()), "torch.amp" if match[2] else "torch")]
+
+
+class RemovedImport(Rule):
+    """An import that no longer exists.
+
+    bad:
+        from torch._six import inf
+    good:
+        from torch import inf
+    """
+
+    level = "error"
+    fix = "import the replacement"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        rows = {row["old"]: row for row in table()["import"]}
+        for stmt, alias, dotted in imported(file):
+            old = next((name for name in rows if dotted == name or dotted.startswith(f"{name}.")), None)
+            if old is None:
+                continue
+            row = rows[old]
+            new = row.get("new")
+            edits = ()
+            if new and isinstance(stmt, ast.ImportFrom) and len(stmt.names) == 1:
+                module, _, name = new.rpartition(".")
+                was = alias.asname or alias.name
+                text = f"from {module} import {name}" + (f" as {was}" if was != name else "")
+                edits = (replace(file.source, stmt, text),)  # type: ignore[assignment]
+            yield self.found(file, stmt, f"{old} no longer exists", *edits, fix=f"use {new}" if new else row["note"])
+
+
+class RemovedApi(Rule):
+    """A name, argument or habit that raises today.
+
+    `total_mem`, `.next()` of an iterator, `verbose=` of schedulers, `loss.data[0]`, `correct[:k].view(-1)` of a
+    transposed tensor, `volatile=`, the `*_multigpu` collectives.
+
+    bad:
+        total = torch.cuda.get_device_properties(0).total_mem
+    good:
+        total = torch.cuda.get_device_properties(0).total_memory
+    """
+
+    level = "error"
+    fix = "use what replaced it"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        source, _names = file.source, file.names
+        rows = {row["old"]: row for row in table()["gone"]}
+        for node, dotted in references(file):
+            if dotted in rows:
+                yield self.found(file, node, f"{dotted} no longer exists", fix=rows[dotted]["note"])
+        for attribute in source.of(ast.Attribute):
+            if attribute.attr == "total_mem" and "torch" in source.aliases:
+                end = source.span(attribute)[1]
+                yield self.found(
+                    file, attribute, "total_mem is total_memory", Edit(end - len("total_mem"), end, "total_memory")
+                )
+        for call in source.of(ast.Call):
+            func = call.func
+            if (
+                isinstance(func, ast.Attribute)
+                and func.attr == "next"
+                and not call.args
+                and self._iterator(file, func.value)
+            ):
+                yield self.found(
+                    file,
+                    call,
+                    "an iterator has no next method",
+                    replace(source, call, f"next({source.exact(func.value)})"),
+                )
+            verbose = keyword(call, "verbose")
+            if verbose is not None and source.name(call.func).startswith("torch.optim.lr_scheduler."):
+                yield self.found(
+                    file, call, "schedulers take no verbose any more", remove_argument(source, call, verbose)
+                )
+            volatile = keyword(call, "volatile")
+            if volatile is not None and last(source.name(call.func)) == "Variable":
+                yield self.found(file, call, "volatile does nothing: the graph is built", fix="with torch.no_grad():")
+            if (
+                isinstance(func, ast.Attribute)
+                and func.attr == "view"
+                and len(call.args) == 1
+                and literal(call.args[0]) == -1
+            ) and self._first_rows(file, func.value):
+                end = source.span(func)[1]
+                yield self.found(
+                    file,
+                    call,
+                    "view of a transposed tensor's rows raises",
+                    Edit(end - 4, end, "reshape"),
+                    fix="reshape(-1)",
+                )
+        for item in source.of(ast.Subscript):
+            value = item.value
+            if (
+                literal(item.slice) == 0
+                and isinstance(value, ast.Attribute)
+                and value.attr == "data"
+                and isinstance(item.ctx, ast.Load)
+            ) and (re.search(r"loss|err", source.segment(value.value), re.I) or self._summed(file, value.value)):
+                yield self.found(
+                    file,
+                    item,
+                    "a scalar has no element 0",
+                    replace(source, item, f"{source.exact(value.value)}.item()"),
+                )
+
+    def _iterator(self, file: Checked, node: ast.expr) -> bool:
+        values = [node] if isinstance(node, ast.Call) else [value for _, value in file.names.values(node)]
+        return bool(values) and all(
+            isinstance(one, ast.Call) and file.source.name(one.func) == "iter" for one in values
+        )
+
+    def _first_rows(self, file: Checked, node: ast.expr) -> bool:
+        """correct[:k], where correct is `pred.eq(...)` of a transposed pred."""
+        if (
+            not isinstance(node, ast.Subscript)
+            or not isinstance(node.slice, ast.Slice)
+            or not isinstance(node.value, ast.Name)
+        ):
+            return False
+        if node.slice.lower is not None and literal(node.slice.lower) != 0:
+            return False
+        made = [value for stmt, value in file.names.values(node.value) if stmt.lineno < node.lineno][-1:]
+        if not made or not isinstance(made[0], ast.Call) or not isinstance(made[0].func, ast.Attribute):
+            return False
+        call = made[0].func
+        if call.attr != "eq":
+            return False
+        return any(
+            re.search(r"\.t\(\)|\.T\b|transpose\(", file.source.segment(value))
+            for _, value in file.names.values(call.value)
+        )
+
+    def _summed(self, file: Checked, node: ast.expr) -> bool:
+        text = file.source.segment(node)
+        return text.endswith((".sum()", ".mean()"))
+
+
+class DeprecatedName(Rule):
+    """A name that works today and warns.
+
+    bad:
+        torch.nn.utils.clip_grad_norm(model.parameters(), 1.0)
+    good:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    """
+
+    fix = "use the new name"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        rows = {row["old"]: row for row in table()["deprecated"]}
+        for node, dotted in references(file):
+            old = next((name for name in rows if dotted == name or dotted.startswith(f"{name}.")), None)
+            if old is None:
+                continue
+            row = rows[old]
+            new = row.get("new", "")
+            at = part_of(node, dotted, old)
+            edits: tuple[Edit, ...] = ()
+            if new and isinstance(at, ast.Attribute):
+                end = file.source.span(at)[1]
+                edits = (Edit(end - len(last(old).encode()), end, last(new)),)
+            elif new and isinstance(at, ast.Name) and at.id == last(old):
+                edits = self._with_import(file, old, new)
+            yield self.found(file, node, f"{old} is deprecated", *edits, fix=f"use {new}" if new else row["note"])
+
+    def _with_import(self, file: Checked, old: str, new: str) -> tuple[Edit, ...]:
+        names = [replace(file.source, node, last(new)) for node, dotted in references(file) if dotted == old]
+        imports = [
+            replace(file.source, alias, last(new))
+            for _, alias, dotted in imported(file)
+            if dotted == old and not alias.asname
+        ]
+        return (*names, *imports) if len(imports) == 1 else ()
+
+
+class SchedulerEpochArg(Rule):
+    """`scheduler.step(epoch)`: the argument is deprecated.
+
+    It jumps to the closed form of the schedule, and some schedules have none.
+
+    bad:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+        for epoch in range(90):
+            train(model)
+            scheduler.step(epoch)
+    good:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+        for epoch in range(90):
+            train(model)
+            scheduler.step()
+    """
+
+    fix = "scheduler.step() after the epoch's updates"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        for call in file.source.of(ast.Call):
+            func = call.func
+            if not isinstance(func, ast.Attribute) or func.attr != "step" or not (call.args or keyword(call, "epoch")):
+                continue
+            if file.names.kinds(func.value) == {"scheduler"}:
+                given = call.args[0] if call.args else keyword(call, "epoch")
+                edit = remove_argument(file.source, call, given)  # type: ignore[arg-type]
+                yield self.found(file, call, "a scheduler's step takes no epoch any more", edit, unsafe=True)
+
+
+class LocalRankFlag(Rule):
+    """The local rank comes from `--local_rank`.
+
+    torchrun passes no flag: every rank keeps the default. `torch.distributed.launch` passes `--local-rank`, dashed.
+
+    bad:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int, default=0)
+        args = parser.parse_args()
+        torch.cuda.set_device(args.local_rank)
+    good:
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank)
+    fixed:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
+        args = parser.parse_args()
+        torch.cuda.set_device(args.local_rank)
+    """
+
+    level = "error"
+    fix = 'read LOCAL_RANK: default=int(os.environ.get("LOCAL_RANK", 0))'
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        source = file.source
+        reads = re.search(
+            r"""(environ(\.get\(|\[)|getenv\()\s*["']LOCAL_RANK["'](?!\]\s*=[^=]|\s*,\s*(str\()?\w+\.local_rank)""",
+            source.text,
+        )
+        if reads:
+            return
+        for call in source.of(ast.Call):
+            if not isinstance(call.func, ast.Attribute) or call.func.attr != "add_argument":
+                continue
+            flags = [literal(arg) for arg in call.args]
+            if "--local_rank" not in flags or "--local-rank" in flags:
+                continue
+            if not re.search(r"\.local_rank\b|\[.local_rank.\]", source.text) and not file.calls("init_process_group"):
+                continue
+            first = call.args[flags.index("--local_rank")]
+            default = keyword(call, "default")
+            edits = [replace(source, first, '"--local-rank", "--local_rank"')]
+            given = source.exact(default) if default is not None else "0"
+            value = f'int(os.environ.get("LOCAL_RANK", {given}))'
+            if default is None:
+                end = (
+                    max(source.span(one.value)[1] for one in call.keywords)
+                    if call.keywords
+                    else source.span(call.args[-1])[1]
+                )
+                edits.append(Edit(end, end, f", default={value}"))
+            else:
+                edits.append(replace(source, default, value))
+            ok = isinstance(literal(default), int) or default is None
+            yield self.found(
+                file, call, "torchrun passes no --local_rank: every rank keeps the default",
+                *(edits if ok else ()), imports=("import os",),
+            )  # fmt: skip
+
+
+TOLD = (
+    "print",
+    "add_argument",
+    "ArgumentParser",
+    "info",
+    "warning",
+    "warn",
+    "error",
+    "exit",
+    "RuntimeError",
+    "ValueError",
+)
+LAUNCH = re.compile(r"(?P<python>\bpython3?\s+(?:-u\s+)?-m\s+)torch\.distributed\.launch(?P<rest>[^\n\"']*)")
+
+
+class TorchDistributedLaunch(Rule):
+    """`python -m torch.distributed.launch` is deprecated.
+
+    bad:
+        import subprocess
+        import torch
+        subprocess.run("python -m torch.distributed.launch --nproc_per_node=2 --use_env train.py", shell=True)
+    good:
+        import subprocess
+        import torch
+        subprocess.run("torchrun --nproc_per_node=2 train.py", shell=True)
+    """
+
+    fix = "torchrun (or `evener run`)"
+
+    def check(self, file: Checked) -> Iterator[Finding]:
+        source = file.source
+        for node in source.of(ast.Constant):
+            if not isinstance(node.value, str) or "torch.distributed.launch" not in node.value:
+                continue
+            up = source.parent[node]
+            told = isinstance(up, ast.Expr) or (isinstance(up, ast.Call) and last(source.name(up.func)) in TOLD)
+            if told or node.lineno != node.end_lineno:
+                continue  # a docstring, or words for people
+            new = to_torchrun(source.exact(node))
+            if literal(node) == "torch.distributed.launch":
+                new = new.replace("torch.distributed.launch", "torch.distributed.run")
+            if new != source.exact(node):
+                yield self.found(file, node, "torch.distributed.launch is deprecated", replace(source, node, new))
+        for stmt, _, dotted in imported(file):
+            if dotted.startswith("torch.distributed.launch"):
+                yield self.found(file, stmt, "torch.distributed.launch is deprecated", fix="torch.distributed.run")
+
+    def check_script(self, path: str, data: bytes) -> Iterator[Finding]:
+        """The same in a shell script, line by line."""
+        at = 0
+        for number, raw in enumerate(data.splitlines(keepends=True), 1):
+            line = raw.decode(errors="replace")
+            if "torch.distributed.launch" in line and not line.lstrip().startswith("#"):
+                new = to_torchrun(line)
+                column = line.index("torch.distributed.launch") + 1
+                edits = (Edit(at, at + len(raw), new),) if new != line and "�" not in line else ()
+                yield Finding(
+                    path,
+                    number,
+                    column,
+                    self.id,
+                    self.level,
+                    "torch.distributed.launch is deprecated",
+                    self.fix,
+                    edits,
+                    end=column + 24,
+                )
+            at += len(raw)
+
+
+def to_torchrun(line: str) -> str:
+    def swap(match: re.Match[str]) -> str:
+        return "torchrun" + re.sub(r"\s--use[_-]env\b", "", match["rest"])
+
+    return LAUNCH.sub(swap, line)
