@@ -54,6 +54,8 @@ def main():
     parser.add_argument("--mnist", type=Path, help="directory with the four MNIST files")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--dir", help="the run directory (default: runs/digits)")
+    parser.add_argument("--exact", action="store_true", help="equal to the last bit on any number of processes")
     args = parser.parse_args()
 
     evener.seed(0)
@@ -64,7 +66,8 @@ def main():
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    run = evener.Run(model, optimizer, loss_fn, train, global_batch_size=args.batch, max_grad_norm=1.0)
+    keywords = {"global_batch_size": args.batch, "max_grad_norm": 1.0, "dir": args.dir, "exact": args.exact}
+    run = evener.Run(model, optimizer, loss_fn, train, **keywords)
     for epoch in run.epochs(args.epochs):
         for _update in epoch:
             pass
@@ -72,6 +75,8 @@ def main():
             run.print(epoch)
     accuracy = run.evaluate(test)["accuracy"]
     run.print(f"test accuracy {100 * accuracy:.1f} %")
+    if args.exact:
+        run.print(run.digest())
     run.print(f"curves: tensorboard --logdir {run.dir}")
     run.close()
 
