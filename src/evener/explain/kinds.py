@@ -41,6 +41,10 @@ STAGES = (
 )
 
 
+# "(in layer {name})": what is left out of a title when the figure is missing.
+ASIDE = re.compile(r" ?[(（][^()（）]*\{[a-z_]+\}[^()（）]*[)）]")
+
+
 @dataclass(frozen=True)
 class Pattern:
     """A compiled expression, and the longest plain word in it: a cheap test before the search."""
@@ -101,7 +105,7 @@ class Kind:
     texts: Mapping[str, Mapping[str, Any]]
 
     def title(self, language: str = "en") -> str:
-        return str(self.texts[language]["title"])
+        return _listed(self.texts[language]["title"])[0]
 
 
 _KEYS = {"group", "stage", "prio", "confidence", "cases", "match", "unless", "near", "values", "exits", "after"}
@@ -157,14 +161,24 @@ def fill(sentence: str, values: Mapping[str, str]) -> str | None:
     return None if missing else filled
 
 
+def _listed(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _title(titles: list[str], values: Mapping[str, str]) -> str | None:
+    """The first title that can be filled; else the first that can without its asides and what follows a colon."""
+    shortened = [re.split("[:：]", ASIDE.sub("", title))[0] for title in titles]
+    return next((one for title in titles + shortened if (one := fill(title, values))), None)
+
+
 def texts_of(kind: Kind, sub: str | None, language: str, values: Mapping[str, str]) -> dict[str, Any]:
     """The texts of a kind, those of its sub-cause in front: {"title": str, "cause": [str], "fix": [str], ...}."""
     own = kind.texts[language]
     over = next((one.texts.get(language, {}) for one in kind.subs if one.name == sub), {})
-    titles = [over.get("title", ""), own["title"]]
-    found: dict[str, Any] = {"title": next((one for t in titles if t and (one := fill(t, values))), kind.name)}
+    found: dict[str, Any] = {
+        "title": _title([*_listed(over.get("title")), *_listed(own["title"])], values) or kind.name
+    }
     for key in LISTS:
-        sentences = over.get(key, own.get(key, []))
-        sentences = [sentences] if isinstance(sentences, str) else sentences
+        sentences = _listed(over.get(key, own.get(key)))
         found[key] = [one for sentence in sentences if (one := fill(sentence, values)) is not None]
     return found

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from evener.explain.answer import words
-from evener.explain.kinds import LISTS, Kind, all_kinds
+from evener.explain.kinds import ASIDE, LISTS, Kind, all_kinds
 
-_EMPTY = re.compile(r" ?\([^()]*\{[a-z_]+\}[^()]*\)|\{([a-z_]+)\}")
+_FIGURE = re.compile(r"\{([a-z_]+)\}")
 
 
 def plain_title(kind: Kind, language: str) -> str:
-    """A kind's title for a list: figures of a case are left out or shown by name."""
-    return _general(kind.title(language))
+    """A kind's title for a list: an aside with a figure goes."""
+    return _general(ASIDE.sub("", kind.title(language)))
 
 
 def _general(sentence: str) -> str:
-    """A sentence without a case: "(12 GiB)" goes, other figures become their names in angle brackets."""
-    return _EMPTY.sub(lambda match: f"<{match[1]}>" if match[1] else "", sentence).strip(" :：")
+    """A sentence without a case: figures become their names in angle brackets."""
+    return _FIGURE.sub(r"<\1>", sentence)
 
 
 def page_of(kind: Kind, language: str) -> dict[str, Any]:
@@ -59,15 +61,19 @@ def page_text(page: Mapping[str, Any]) -> str:
 
 
 def markdown() -> str:
-    """docs/explain.md's reference part: a table per group, and a section per kind."""
-    out: list[str] = []
+    """docs/explain.md: the introduction, and a table per group."""
+    out = [Path(__file__).with_name("document.md").read_text("utf-8")]
     kinds = all_kinds()
     for group in dict.fromkeys(kind.group for kind in kinds.values()):
-        mine = [kind for kind in kinds.values() if kind.group == group]
         out += [f"### {group}", "", "| kind | what happened | first remedy | do not |", "|---|---|---|---|"]
-        for kind in mine:
-            page = page_of(kind, "en")
-            cells = [f"`{kind.name}`", page["title"], page["fix"][0], page["avoid"][0]]
-            out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        for kind in kinds.values():
+            if kind.group == group:
+                page = page_of(kind, "en")
+                cells = [f"`{kind.name}`", page["title"], page["fix"][0], page["avoid"][0]]
+                out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         out.append("")
     return "\n".join(out)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())
