@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from evener.errors import EvenerError, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from evener.gpus.leases import Lease
     from evener.gpus.pick import Wish
-    from evener.launch.command import Request
+    from evener.launch.command import Launch, Request
     from evener.launch.machine import Gpus
 
 DESCRIPTION = """\
@@ -37,6 +39,7 @@ examples:
   evener run --nproc 2 --cpu train.py               two processes on the CPU
   evener run --nproc 4 -m mypackage.train --lr 0.1  a module, as with `python -m`
   evener run --set microbatch_size=8 train.py       override a keyword of the script's first evener.Run
+  evener run --restarts 5 train.py                  go on after a crash, from the last checkpoint
   evener run --dry-run train.py                     print the command and the environment, start nothing
 """
 
@@ -45,7 +48,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with errors as UsageError instead of a usage dump."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}.", fix=["evener run --help"])
+        raise UsageError(f"{message}.", fix=[f"{self.prog} --help"])
 
 
 def parser() -> Parser:
@@ -91,6 +94,12 @@ def parser() -> Parser:
         default=[],
         help="a keyword of evener.Run, above the script's own; VALUE is JSON or a plain word; repeatable",
     )
+    add(
+        "--restarts",
+        metavar="N",
+        default="0",
+        help="after a failure start again from the last checkpoint, N times at most (default: 0)",
+    )
     add("--dry-run", action="store_true", help="print what would be started, and start nothing")
     return options
 
@@ -110,8 +119,15 @@ def main(argv: list[str]) -> int:
     run_id = command.name_run(request.script, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2))
     if given.gpus and request.cpu:
         raise UsageError(f"--cpu hides the GPUs, and --gpus {given.gpus} asks for some.", fix=["leave one of them out"])
+    if not re.fullmatch(r"\d{1,6}", given.restarts):
+        raise UsageError(f"--restarts {given.restarts} is not a number.", fix=["--restarts 5"])
+    restarts = int(given.restarts)
     gpus, lease = (machine.Gpus(()), None) if request.cpu else take_gpus(given, request.nproc)
-    launch = command.decide(request, machine.look(gpus), os.environ, run_id=run_id, cwd=os.getcwd())
+
+    def launch_of(attempt: int) -> Launch:
+        return command.decide(request, machine.look(gpus), os.environ, run_id=run_id, cwd=os.getcwd(), attempt=attempt)
+
+    launch = launch_of(0)
     if given.dry_run:
         print(*(f"# {note}" for note in launch.notes), sep="\n")
         print(f"# logs: {launch.logs}")
@@ -122,17 +138,34 @@ def main(argv: list[str]) -> int:
     if os.name != "posix":
         fix = ["run one process with `python script.py`"]
         raise LaunchError("`evener run` starts processes on Linux and macOS only.", fix=fix)
+    with lease if lease is not None else contextlib.nullcontext():
+        return carry_out(launch, launch_of, restarts)
+
+
+def carry_out(launch: Launch, launch_of: Callable[[int], Launch], restarts: int) -> int:
+    """Until it has ended well, or was stopped, or has failed too often. Returns the exit code."""
+    import time
+
+    from evener.cli.explain import explain_run
     from evener.explain.host import oom_kills
+    from evener.launch.restart import Attempt, seconds_to_wait
     from evener.launch.supervise import supervise
 
-    kills, started = oom_kills(), time.monotonic()
-    with lease if lease is not None else contextlib.nullcontext():
+    attempts: list[Attempt] = []
+    while True:
+        kills, started = oom_kills(), time.monotonic()
         ending = supervise(launch, os.environ)
-    if ending.error is not None:
-        from evener.cli.explain import explain_run
-
-        print(f"evener: {explain_run(ending.error, launch.logs, started, kills)}", file=sys.stderr)
-    return ending.exit_code
+        attempts.append(Attempt(ending, time.monotonic() - started))
+        if ending.error is not None:
+            print(f"evener: {explain_run(ending.error, launch.logs, started, kills)}", file=sys.stderr)
+        wait = seconds_to_wait(attempts, restarts)
+        if not isinstance(wait, float):
+            if wait is not None:
+                print(f"evener: {wait}", file=sys.stderr)
+            return ending.exit_code
+        print(f"evener: restart {len(attempts)} of {restarts} in {wait:.0f} s", file=sys.stderr)
+        time.sleep(wait)
+        launch = launch_of(len(attempts))
 
 
 def split(argv: list[str], options: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -156,8 +189,8 @@ def split(argv: list[str], options: argparse.ArgumentParser) -> tuple[list[str],
         if name not in takes_value:
             close = nearest(name, takes_value)
             raise UsageError(
-                f"{name} is not an option of `evener run`.",
-                fix=[*([f"{close}"] if close else []), "options of the script go after the script; evener run --help"],
+                f"{name} is not an option of `{options.prog}`.",
+                fix=[*([close] if close else []), f"options of the script go after the script; {options.prog} --help"],
             )
         i += 1 if equals or not takes_value[name] else 2
         if name == "-m":  # what follows the module belongs to it

@@ -13,8 +13,8 @@ a script that calls `init_process_group()` itself gets its store there, and that
 **GPUs.** They were chosen (and leased) before. All of them stay visible to all ranks, as one list: unchanged scripts
 call `torch.cuda.set_device(LOCAL_RANK)`, and NCCL needs to see its peers. One GPU per process by the environment would
 break both. CUDA_DEVICE_ORDER=PCI_BUS_ID makes an index mean what nvidia-smi shows. With one rank per GPU on a machine
-with several memory nodes, a rank is bound to the CPUs of its GPU's node (the shim does it; torchrun's --numa-binding would
-need the program numactl, and starts CUDA in the agent).
+with several memory nodes, a rank is bound to the CPUs of its GPU's node (by the shim: torchrun's --numa-binding needs
+the program numactl, and starts CUDA in the agent).
 """
 
 from __future__ import annotations
@@ -101,17 +101,24 @@ def name_run(script: str, when: str, token: str) -> str:
     return f"{when}-{stem[:40]}-{token}"
 
 
-def decide(request: Request, machine: Machine, environ: Mapping[str, str], *, run_id: str, cwd: str) -> Launch:
-    """The launch for a request on a machine. Raises UsageError or DeviceError when it cannot be what was meant."""
+def decide(
+    request: Request, machine: Machine, environ: Mapping[str, str], *, run_id: str, cwd: str, attempt: int = 0
+) -> Launch:
+    """The launch for a request on a machine; a restarted job's next `attempt` has folders and stores of its own.
+
+    Raises UsageError or DeviceError when it cannot be what was meant.
+    """
     if request.tee not in TEE:
         raise UsageError(f"--tee {request.tee} is not known.", fix=[f"--tee is one of: {', '.join(TEE)}"])
     nproc, why = _processes(request, machine)
+    job, run_id = run_id, f"{run_id}-restart{attempt}" if attempt else run_id
     private = os.path.join(machine.temporary, f"evener-{run_id}")
     plan = LaunchPlan(
-        run_id=run_id,
+        run_id=job,
         device="cpu" if request.cpu else None,
         store=os.path.join(private, "store"),
         overrides=dict(request.overrides),
+        attempt=attempt,
     )
     env = {
         VARIABLE: os.path.join(private, "plan.json"),

@@ -46,6 +46,7 @@ class Ending:
 
     exit_code: int
     error: LaunchError | None = None
+    stopped: bool = False  # by a signal to the launcher
 
 
 def supervise(launch: Launch, environ: Mapping[str, str]) -> Ending:
@@ -243,11 +244,9 @@ class _Supervisor:
         if self.received is not None:
             # A rank that stopped in good order says so by its exit code (to be requeued, for example).
             codes = [end.code for end in ends if end.how == "exit" and end.code]
-            if codes:
-                return Ending(codes[0])
-            if self.received == signal.SIGINT:
-                return Ending(130)
-            return Ending(0 if all(end.how in ("finished", "exit") for end in ends) else 128 + self.received)
+            well = all(end.how in ("finished", "exit") for end in ends)
+            code = 130 if self.received == signal.SIGINT else 0 if well else 128 + self.received
+            return Ending(codes[0] if codes else code, stopped=True)
         if self.agent.returncode == 0:
             return Ending(0)
         found = failure.find_cause(ends)

@@ -3,7 +3,8 @@
 One variable, because everything else in the environment belongs to the user or to torch. Its value is the path of a
 file on one machine, and the JSON text itself where the machines of a job share no disk.
 
-    {"version": 1, "device": "cpu" or null, "store": "<private folder>" or null, "run_id": "...", "overrides": {...}}
+    {"version": 1, "device": "cpu" or null, "store": "<private folder>" or null, "run_id": "...", "overrides": {...},
+     "attempt": 0}
 
 Standard library only: the launcher writes it without torch, and a rank reads it before torch is imported.
 """
@@ -32,12 +33,14 @@ class LaunchPlan:
         store: A folder of mode 0700 for the file store of evener's own process group, so that no socket listens for
             it. None when the launcher made none (several machines).
         overrides: Keywords of `Run` given on the command line; their origin is "flag".
+        attempt: How often this job was started before; a restarted job never starts a run over.
     """
 
     run_id: str
     device: str | None = None
     store: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 0
 
     def to_json(self) -> str:
         values = {
@@ -46,6 +49,7 @@ class LaunchPlan:
             "device": self.device,
             "store": self.store,
             "overrides": dict(self.overrides),
+            "attempt": self.attempt,
         }
         return json.dumps(values)
 
@@ -103,4 +107,7 @@ def _parse(text: str, where: str) -> LaunchPlan:
         raise broken(f"store is {store!r}, not a folder or null")
     if not isinstance(overrides, dict):
         raise broken(f"overrides is a {type(overrides).__name__}, not an object")
-    return LaunchPlan(run_id=run_id, device=device, store=store, overrides=overrides)
+    attempt = values.get("attempt", 0)
+    if isinstance(attempt, bool) or not isinstance(attempt, int) or attempt < 0:
+        raise broken(f"attempt is {attempt!r}, not a count")
+    return LaunchPlan(run_id=run_id, device=device, store=store, overrides=overrides, attempt=attempt)

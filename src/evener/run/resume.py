@@ -175,7 +175,7 @@ def siblings(wanted: Path) -> list[Path]:
 
 def refuse(why: str, lines: list[str]) -> UsageError:
     return UsageError(
-        f'resume="must": {why}',
+        why,
         evidence=lines,
         fix=['resume="auto" starts a new directory where nothing fits', "or give dir= of the run to continue"],
     )

@@ -99,6 +99,8 @@ class Run:
             raise UsageError("Run needs a dataset.", fix=["Run(model, optimizer, loss_fn, dataset, ...)"])
         plan = read_plan()
         self.config = config = Config.merge(keywords, ConfigFile.find(), plan.overrides if plan else None)
+        self._job: str | None = plan.run_id if plan is not None else None
+        self._attempt = plan.attempt if plan is not None else 0
         if plan is not None:
             # Overrides are for the script's first Run.
             os.environ[VARIABLE] = replace(plan, overrides={}).to_json()
@@ -204,15 +206,18 @@ class Run:
         config = self.config
         wanted = Path(config.dir) if config.dir is not None else Path("runs") / script_name()
         with self.group.call("the constructor of Run or Engine"):
-            path, saved, notes = self.saving.find(wanted, self.is_main)
+            path, saved, notes = self.saving.find(wanted, self.is_main, self._job if self._attempt else None)
         reached = newest_update(path) if path is not None and self.is_main else None
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
         self.saving.open(self.path)
+        ranks = {"rank": self.rank, "world_size": self.world_size, "num_workers": self.feed.num_workers}
+        self._output.pulse.open(self.path, self.device, **ranks)
         folder, say = self._output.folder, self._output.console.say
         folder.write_config(config.as_json())
         versions = {"evener": _version(), "torch": torch.__version__}
-        folder.event("start", world_size=self.group.world_size, versions=versions, device=str(self.device))
+        world = self.group.world_size
+        folder.event("start", world_size=world, versions=versions, device=str(self.device), job=self._job)
         line = self.contract_line()
         self._output.console.contract(line)
         folder.event("contract", line=line)
@@ -430,7 +435,7 @@ class Run:
             updates = None if total is None else total - self._batches
             epochs = None if self._until is None else self._until - self.cursor.epoch
             portions = self.feed.portions(self.cursor, updates=updates, epochs=epochs)
-            for portion in portions:
+            for portion in self._out.pulse.timed(portions):
                 self._end_epochs()
                 self._epoch_rows = portion.cursor.offset + portion.rows
                 parts = [

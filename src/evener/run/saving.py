@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Mapping
@@ -18,8 +19,18 @@ from evener.config_checks import seconds_of
 from evener.dist import comm, here
 from evener.engine import Engine
 from evener.errors import CheckpointError, UsageError
+from evener.report.events import read_events
 from evener.report.folder import in_use
 from evener.run.resume import FINISHED, differences, refuse, siblings
+
+
+def began(folder: Path) -> str | None:
+    """The job of `evener run` that made the newest start in this run directory."""
+    job = None
+    with contextlib.suppress(OSError):
+        for event in read_events(folder / "events.jsonl"):
+            job = event.get("job") if event.get("kind") == "start" else job
+    return job
 
 
 class Landed(NamedTuple):
@@ -50,8 +61,12 @@ class Saving:
         self.checkpoints: Checkpoints | None = None
         self._begun = (0, 0.0)
 
-    def find(self, wanted: Path, is_main: bool) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
+    def find(
+        self, wanted: Path, is_main: bool, restarted: str | None
+    ) -> tuple[Path | None, Mapping[str, Any] | None, list[str]]:
         """(directory to continue, its state, lines to show). Newest first. Rank 0's disk decides for all.
+
+        A job that was `restarted` (its name) goes on with what it began itself: a run that it had finished is finished.
 
         Raises:
             UsageError: `resume="must"` and nothing fits.
@@ -59,21 +74,33 @@ class Saving:
         lines: list[str] = []
         if self.config.resume == "never":
             return None, None, lines
-        found: list[tuple[str, bool, bool]] = comm.broadcast(
-            [(str(path), (path / FINISHED).exists(), in_use(path)) for path in siblings(wanted)] if is_main else None
+        found: list[tuple[str, bool, bool, bool]] = comm.broadcast(
+            [
+                (
+                    str(path),
+                    (path / FINISHED).exists(),
+                    in_use(path),
+                    restarted is not None and began(path) == restarted,
+                )
+                for path in siblings(wanted)
+            ]
+            if is_main
+            else None
         )
-        for name, finished, used in found:
+        for name, finished, used, ours in found:
             if used:
                 lines.append(f"{name} is in use by a Run that was not closed")
                 continue
             checkpoints = Checkpoints(Path(name) / "checkpoints", keep=self.config.keep_checkpoints)
             newest, notes = checkpoints.newest()
             lines += notes
+            if newest is None and ours:
+                return Path(name), None, [*lines, f"{name} was begun by this job and has no checkpoint yet"]
             if newest is None:
                 continue
             states, about = checkpoints.load(newest)
             differ = differences(about["identity"], self.identity)
-            if finished:
+            if finished and not (ours and not differ):
                 if not any("is a finished run" in line for line in lines):  # the newest of them is enough
                     lines.append(f"{name} is a finished run")
             elif differ:
@@ -81,7 +108,7 @@ class Saving:
             else:
                 return Path(name), states, lines
         if self.config.resume == "must":
-            raise refuse(f"nothing in {wanted} can be continued.", lines or ["there is no checkpoint"])
+            raise refuse(f'resume="must": nothing in {wanted} can be continued.', lines or ["there is no checkpoint"])
         return None, None, lines
 
     def open(self, folder: Path) -> None:

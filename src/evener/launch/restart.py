@@ -1,0 +1,48 @@
+"""Starting a failed job again: whether it makes sense, and how long to wait. Values only; the caller starts and sleeps.
+
+Every attempt is a launch of its own, with its own agent, private folder and stores: torch's agent would give restarted
+ranks the addresses of dead ones, and its restarts are not there when the agent itself is killed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evener.launch.supervise import Ending
+
+# What comes out the same however often it is tried: wrong usage (2), too many updates that were not finite (66).
+# And what was asked for: stopped with a checkpoint (75), Ctrl-C (130).
+_FINAL = {0, 2, 66, 75, 130}
+_LONGEST_SECONDS = 60.0
+_SOON_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    ending: Ending
+    seconds: float
+
+
+def seconds_to_wait(attempts: list[Attempt], allowed: int) -> float | str | None:
+    """Seconds before the next attempt, or why there is none; None where nothing has to be said about it.
+
+    Args:
+        attempts: All so far, the newest last.
+        allowed: How many restarts the user allows.
+    """
+    newest = attempts[-1].ending
+    if allowed == 0 or newest.stopped or newest.exit_code in _FINAL:
+        return None
+    if len(attempts) > allowed:
+        return f"no restart is left of {allowed}"
+    if len(attempts) > 1 and _same(attempts[-2], attempts[-1]):
+        return "it failed twice in the same way, soon after its start: not restarted"
+    return float(min(_LONGEST_SECONDS, 2 ** (len(attempts) - 1)))
+
+
+def _same(one: Attempt, other: Attempt) -> bool:
+    """A script's own error that repeats. Not a kill: whoever kills may well kill again."""
+    first, second = one.ending.error, other.ending.error
+    if first is None or second is None or one.ending.exit_code > 128 or max(one.seconds, other.seconds) > _SOON_SECONDS:
+        return False
+    return first.cause == second.cause
