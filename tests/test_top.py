@@ -56,7 +56,7 @@ def test_a_slow_dataset_is_named_on_a_real_run_of_two_ranks(tmp_path):
                 run.directory == str(tmp_path / "run")
                 and len(run.ranks) == 2
                 and run.loss is not None
-                and all((one.data_wait or 0) > 0.5 for one in run.ranks)
+                and all((one.data_wait or 0) > 0.4 for one in run.ranks)
             ),
         )
         assert "slow_rows" in run.name and run.logs is not None and run.logs.startswith(str(tmp_path / "runs" / "logs"))
@@ -81,7 +81,7 @@ def test_a_slow_dataset_is_named_on_a_real_run_of_two_ranks(tmp_path):
         assert "waits for data" in once.stdout and "loss" in once.stdout and "updates/s" in once.stdout
         points = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
         shares = [one["data_wait"] for one in points if one["kind"] == "update"]
-        assert len(shares) > 2 and all(0 <= one <= 1 for one in shares) and max(shares[1:]) > 0.5
+        assert len(shares) > 2 and all(0 <= one <= 1 for one in shares) and max(shares[1:]) > 0.4
     finally:
         job.send_signal(signal.SIGINT)
         output = job.communicate(timeout=120)[0]

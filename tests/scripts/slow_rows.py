@@ -1,4 +1,4 @@
-"""Rows that take 4 ms each: the update waits for data. Stopped from outside."""
+"""Rows that take 10 ms each: the update waits for data. Stopped from outside."""
 
 import time
 
@@ -12,7 +12,7 @@ class Slow(torch.utils.data.Dataset):
         return 4096
 
     def __getitem__(self, i):
-        time.sleep(0.004)
+        time.sleep(0.01)
         return torch.full((16,), i % 7.0), torch.tensor(i % 4)
 
 
