@@ -26,6 +26,9 @@ TORCH_FREE_ROOMS = {
     "evener.doctor": ("psutil", "pynvml"),
     "evener.cli": (),
     "evener.cli.run": (),
+    "evener.cli.doctor": (),
+    "evener.cli.top": (),
+    "evener.report.live": ("psutil",),
 }
 
 
