@@ -1,8 +1,8 @@
 """Where a rank's time goes: waiting for rows, in the step, in the loop's body; kept beside the run while it lives.
 
-Three clock readings an update, 0.5 us. Once a second each rank writes `pulse-rankN.json` into the run directory; `evener top`
-reads it. Nothing waits for the device: on a GPU the wait for rows is the host's, an upper bound of the GPU's where
-rows are read in the training process (num_workers=0).
+Three clock readings an update, 0.7 us. Once a second each rank writes `pulse-rankN.json` into the run directory, where
+`evener top` reads it. Nothing waits for the device: on a GPU the wait for rows is the host's, an upper bound of the
+GPU's where rows are read in the training process (num_workers=0).
 """
 
 from __future__ import annotations
