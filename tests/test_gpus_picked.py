@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from evener.errors import ShortageError, UsageError
 from evener.gpus import look, pick
+from evener.gpus.leases import Folder
 from evener.gpus.nvml import PATHS
 from evener.gpus.values import GIB, Gpu, Health, Holder, Link, MigDevice, Process, Snapshot
 from tests.fakenvml import EIGHT, ZOO, Fake, needs_compiler
@@ -58,7 +60,7 @@ wishes = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(machines, wishes, st.sets(st.integers(0, 7)), st.data())
 def test_a_choice_is_what_was_wished_and_never_half_of_it(machine, wish, held, data):
     gpus = [gpu(i, **values) for i, values in enumerate(machine)]
@@ -310,3 +312,32 @@ def test_run_on_a_machine_without_a_gpu(tmp_path):
     assert plain.returncode == 0 and "# 1 process on the CPU (no GPU visible)" in plain.stdout
     asked = dry_run(None, tmp_path, "--gpus", 2)
     assert asked.returncode == 3 and "no NVIDIA GPU on this machine" in asked.stderr and "Traceback" not in asked.stderr
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["ddp_plain.py", "accelerate_mlp.py", "fabric_mlp.py"])
+def test_unchanged_scripts_run_on_gpus_that_are_taken_for_them(tmp_path, script):
+    library = {"accelerate_mlp.py": "accelerate", "fabric_mlp.py": "lightning"}.get(script, "torch")
+    if importlib.util.find_spec(library) is None:  # importing it here would leave its variables in the environment
+        pytest.skip(f"{library} is not installed")
+    fake = Fake(tmp_path, EIGHT)  # torch is a CPU build here: the ranks see the variables and compute on the CPU
+    path = Path(__file__).parent / "scripts" / script
+    command = [
+        sys.executable,
+        "-m",
+        "evener",
+        "run",
+        "--gpus",
+        "2",
+        "--lock-folder",
+        str(tmp_path / "locks"),
+        str(path),
+    ]
+    environ = fake.environ(ACCELERATE_USE_CPU="true")
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "evener: 2 processes on GPU 6, 7 (NVIDIA A100-SXM4-80GB)" in done.stderr and "done rank 0 of 2" in done.stdout
+    )
+    assert Folder(str(tmp_path / "locks")).holder("GPU-fa4e0007-0000-4000-8000-000000000007") is None

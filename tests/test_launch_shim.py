@@ -28,9 +28,10 @@ class Ran:
 def shim(tmp_path):
     """`shim(source, *args)` runs a script under the shim, as rank 1 of a launcher that is this test's parent."""
 
-    def start(source: str, *args: str, supervisor: int | None = None, **environ: str) -> Ran:
+    def start(source: str, *args: str, supervisor: int | None = None, cpus: object = None, **environ: str) -> Ran:
         (tmp_path / "script.py").write_text(source)
         job = {"supervisor": os.getppid() if supervisor is None else supervisor, "logs": str(tmp_path), "console": {}}
+        job |= {} if cpus is None else {"cpus": cpus}
         (tmp_path / "job.json").write_text(json.dumps(job))
         words = [sys.executable, "-u", shim_path(), "job.json", "script.py", *args]
         done = subprocess.run(
@@ -170,3 +171,13 @@ def test_a_link_finds_modules_beside_its_target_as_python_does(shim, tmp_path):
     theirs = plain(tmp_path)
     ours = shim((tmp_path / "real" / "code.py").read_text())  # writes through the link
     assert theirs.returncode == 0 and ours.log == theirs.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="binding to CPUs is Linux's")
+def test_a_rank_and_its_children_run_on_the_cpus_that_were_chosen(shim):
+    mine = sorted(os.sched_getaffinity(0))[-1]
+    source = "import os, subprocess, sys\nprint(os.sched_getaffinity(0), flush=True)\n"
+    source += "subprocess.run([sys.executable, '-c', 'import os; print(os.sched_getaffinity(0))'])\n"
+    assert shim(source, cpus=[[0], [mine]]).log.splitlines() == [f"{{{mine}}}"] * 2
+    everywhere = {*os.sched_getaffinity(0)}
+    assert shim(source, cpus=[]).log.splitlines()[2:] == [str(everywhere)] * 2, "the log goes on"

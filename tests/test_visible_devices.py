@@ -50,7 +50,7 @@ def ordinals(words: list[str]) -> list[int]:
     return torch.cuda._transform_uuid_to_ordinals(words, list(UUIDS))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(texts)
 @example("1,0,1")
 @example("2,-1,3")
@@ -73,7 +73,7 @@ def test_the_words_that_count_are_torchs(value):
     assert bool(got.ended) == (dropped and value.strip() not in ("", "-1"))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(texts)
 def test_the_slots_are_torchs(value):
     try:
@@ -100,7 +100,7 @@ def test_the_slots_are_torchs(value):
     assert bool(seen.because) == (len(expected) < len(value.split(",")) and value.strip() not in ("", "-1"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.permutations(UUIDS), st.integers(1, 4))
 def test_what_evener_exports_means_exactly_those_gpus(order, count):
     chosen = tuple(order[:count])
