@@ -157,10 +157,14 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
     *evidence, where = error.evidence or ("",)
     say = words(language)
     blamed = re.match(r"rank (\d+) ", error.cause)
-    if blamed and answer.culprit_known and answer.culprit_rank not in (None, int(blamed[1])):
+    # An end that the kernel reported, and a rank that was seen elsewhere while others waited, need no interpretation.
+    seen = re.match(r"rank \d+ (was killed by|did not come)", error.cause)
+    if blamed and not seen and answer.culprit_known and answer.culprit_rank not in (None, int(blamed[1])):
         # The launcher has taken a victim: the text knows better.
         evidence, error = [text for _, _, text in answer.evidence[:3]], LaunchError(answer.summary)
     lines = [error.cause, *(f"  {line}" for line in evidence)]
+    if answer.kind == "evener-error" and seen:
+        return str(error)  # a rank's own words about the one that was lost
     if answer.kind == "evener-error":
         same = len(fates) > 1 and len({fate.tracebacks[0][:2] for fate in fates if fate.tracebacks}) == 1
         everyone = same and all(fate.tracebacks for fate in fates)
