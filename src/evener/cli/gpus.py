@@ -8,8 +8,8 @@ import json
 import os
 import sys
 import time
-from typing import NoReturn
 
+from evener.cli.run import Parser
 from evener.errors import EvenerError, ShortageError, UsageError
 from evener.gpus import leases, look, owners, pick, table, visible
 from evener.gpus.values import Snapshot, to_json
@@ -34,13 +34,6 @@ examples:
                                      look, then go; somebody else may come in
                                      between: `evener run` takes a lease
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors as UsageError instead of a usage dump."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}.", fix=["evener gpus --help"])
 
 
 def parser() -> Parser:

@@ -171,7 +171,7 @@ def is_535_with_long_records(driver: str | None) -> bool:
 def named_process(pid: int, memory: int | None, kind: str, root: str = "/") -> Process:
     """The process with its owner, where that can be said with certainty."""
     found = owners.who(pid, root)
-    if found is None or (owners.may_be_foreign(root) and owners.holds_gpu(pid, root) is False and _has_nodes(root)):
+    if found is None or (owners.may_be_foreign(root) and owners.gpu_devices(pid, root) == () and _has_nodes(root)):
         return Process(pid, memory_bytes=memory, kind=kind)
     return Process(pid, found.user, found.command, memory, found.age_seconds, kind, orphan=found.parent == 1)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from dataclasses import dataclass
 
 HOST_PID_NAMESPACE = "pid:[4026531836]"  # a constant of the kernel: the first namespace's inode
@@ -59,18 +58,17 @@ def is_alive(pid: int, start_ticks: int | None, root: str = "/") -> bool:
     return found is not None and start_ticks in (None, found.start_ticks)
 
 
-def holds_gpu(pid: int, root: str = "/") -> bool | None:
-    """Whether the process has a device file of NVIDIA's open; None when its files cannot be read."""
+def gpu_devices(pid: int, root: str = "/") -> tuple[str, ...] | None:
+    """The device files of NVIDIA's that the process has open; None when its files cannot be read."""
     folder = os.path.join(root, "proc", str(pid), "fd")
+    found = set()
     try:
-        names = os.listdir(folder)
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                found.add(os.readlink(os.path.join(folder, name)))
     except OSError:
         return None
-    for name in names:
-        with contextlib.suppress(OSError):
-            if os.readlink(os.path.join(folder, name)).startswith("/dev/nvidia"):
-                return True
-    return False
+    return tuple(sorted(target for target in found if target.startswith("/dev/nvidia")))
 
 
 @dataclass(frozen=True)
@@ -88,27 +86,13 @@ class DeviceHolder:
 def device_holders(root: str = "/") -> tuple[list[DeviceHolder], int]:
     """All of them, and how many processes could not be looked into (other users': root can)."""
     found, hidden = [], 0
-    for name in os.listdir(os.path.join(root, "proc")):
-        if not name.isdecimal():
-            continue
-        folder = os.path.join(root, "proc", name, "fd")
-        devices = set()
-        try:
-            for descriptor in os.listdir(folder):
-                with contextlib.suppress(OSError):
-                    target = os.readlink(os.path.join(folder, descriptor))
-                    if target.startswith("/dev/nvidia"):
-                        devices.add(target)
-        except PermissionError:
+    for pid in (int(name) for name in os.listdir(os.path.join(root, "proc")) if name.isdecimal()):
+        devices = gpu_devices(pid, root)
+        one = who(pid, root) if devices != () else None
+        if one is not None and devices is None:
             hidden += 1
-        except OSError:  # it has ended meanwhile
-            continue
-        one = who(int(name), root) if devices else None
-        if one is not None:
-            orphan = one.parent == 1
-            found.append(
-                DeviceHolder(int(name), one.user, one.command, one.age_seconds, orphan, tuple(sorted(devices)))
-            )
+        elif one is not None and devices is not None:
+            found.append(DeviceHolder(pid, one.user, one.command, one.age_seconds, one.parent == 1, devices))
     return sorted(found, key=lambda one: one.pid), hidden
 
 
@@ -118,9 +102,3 @@ def may_be_foreign(root: str = "/") -> bool:
         return os.readlink(os.path.join(root, "proc/self/ns/pid")) != HOST_PID_NAMESPACE
     except OSError:
         return False
-
-
-def when(unix: float) -> str:
-    """A moment as people say it: the time of today, else the date too."""
-    then, now = time.localtime(unix), time.localtime()
-    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)

@@ -8,6 +8,7 @@ makes a set of GPUs better, in this order: one kind, the best connected, the lea
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import sys
@@ -78,10 +79,6 @@ class Picked:
     @property
     def uuids(self) -> tuple[str, ...]:
         return tuple(gpu.uuid for gpu in self.gpus if gpu.uuid)
-
-
-def plural(count: int) -> str:
-    return f"{count} GPU{'' if count == 1 else 's'}"
 
 
 def parse(text: str) -> Wish:
@@ -177,7 +174,7 @@ def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
             counts = ", ".join(f"{len(kind)} {kind[0].name}" for kind in kinds.values())
             lines.insert(0, f"they would have to be of one kind; free are {counts}")
         free = sum(len(kind) for kind in kinds.values())
-        cause = f"{wish} wanted, {free} of {plural(len(snapshot.gpus))} fit now."
+        cause = f"{wish} wanted, {free} of {len(snapshot.gpus)} GPU{'s' if len(snapshot.gpus) > 1 else ''} fit now."
         if not snapshot.gpus:
             cause = f"{wish} wanted, and there is none."
         return _shortage(cause, wish, world, lines)
@@ -283,10 +280,7 @@ def best_set(gpus: Sequence[Gpu], count: int, snapshot: Snapshot) -> tuple[Gpu, 
         busy = sum(not gpu.idle for gpu in chosen)
         return -busy, min(pairs, default=0), sum(pairs), -used, sum(gpu.index for gpu in chosen)
 
-    sets = 1
-    for i in range(count):
-        sets = sets * (len(gpus) - i) // (i + 1)
-    if sets <= MOST_SETS:
+    if math.comb(len(gpus), count) <= MOST_SETS:
         return max(itertools.combinations(gpus, count), key=score)
 
     def grown(first: Gpu) -> tuple[Gpu, ...]:
@@ -316,7 +310,6 @@ def pick(
     lock_folder: str | None = None,
     say: Callable[[str], None] = lambda line: None,
     poll_seconds: float = POLL_SECONDS,
-    source: str = "auto",
 ) -> Picked:
     """Takes GPUs under a lease of this process, waiting for them as long as the wish says. Never half of them.
 
@@ -332,7 +325,7 @@ def pick(
         UsageError: a word that names no GPU.
         LaunchError: the folder of the leases cannot be used.
     """
-    snapshot = look.look(environ, source=source)
+    snapshot = look.look(environ)
     refuse_trouble(snapshot)
     world = universe(snapshot, environ)
     if world.scheduler or not wish.lease:
@@ -358,7 +351,7 @@ def pick(
                 found = ShortageError("Others wait for GPUs and come first.", evidence=[first])
             else:
                 with folder.serial(patience):
-                    found = _attempt(wish, environ, folder, source)
+                    found = _attempt(wish, environ, folder)
             if isinstance(found, Picked):
                 return found
             if wish.wait_seconds is None:
@@ -374,9 +367,9 @@ def pick(
         ticket.close()
 
 
-def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder, source: str) -> Picked | ShortageError:
+def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder) -> Picked | ShortageError:
     """Look, choose, take, look again. Inside `serial`, so that nobody else does."""
-    snapshot = look.look(environ, source=source, holder_of=folder.holder_now)
+    snapshot = look.look(environ, holder_of=folder.holder_now)
     refuse_trouble(snapshot)
     found = choose(wish, universe(snapshot, environ))
     if isinstance(found, ShortageError):
@@ -385,7 +378,7 @@ def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder, source: str
     lease = folder.take(found.uuids, " ".join(["evener" if own else sys.argv[0], *sys.argv[1:]]))
     if lease is None:
         return ShortageError("Somebody took a lease at this moment.")
-    again = universe(look.look(environ, source=source), environ)  # an outsider may have started meanwhile
+    again = universe(look.look(environ), environ)  # an outsider may have started meanwhile
     still = choose(replace(wish, words=found.uuids, count=None), again)
     if isinstance(still, ShortageError):
         lease.close()

@@ -171,9 +171,6 @@ class Snapshot:
     notes: tuple[str, ...] = ()
     trouble: Trouble | None = None
 
-    def gpu(self, index: int) -> Gpu | None:
-        return next((gpu for gpu in self.gpus if gpu.index == index), None)
-
 
 def to_json(snapshot: Snapshot) -> dict[str, Any]:
     """The contract of `evener gpus --json`: plain dicts and lists, ready for `json.dumps`."""

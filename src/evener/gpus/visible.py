@@ -32,16 +32,12 @@ ORDER = "CUDA_DEVICE_ORDER"
 class Words:
     """The words of the variable that count, without a look at the machine.
 
-    `indices` or `uuids` is set, or neither (`every`). `ended` says why what follows them does not count.
+    `indices` or `uuids` is set, or neither: every GPU. `ended` says why what follows them does not count.
     """
 
     indices: tuple[int, ...] | None = None
     uuids: tuple[str, ...] | None = None
     ended: str | None = None
-
-    @property
-    def every(self) -> bool:
-        return self.indices is None and self.uuids is None
 
 
 @dataclass(frozen=True)
