@@ -452,3 +452,44 @@ def test_verdicts_do_not_guess():
     assert judged(memory_used_bytes=950 * MIB, processes=(desktop,)).idle
     mps = Process(1, "ann", "nvidia-cuda-mps-server", 30 * MIB, kind="mps")
     assert not judged(memory_used_bytes=30 * MIB, processes=(mps,)).idle
+
+
+def test_holders_name_orphans_and_the_command_that_ends_yours(monkeypatch, capsys):
+    from evener.cli import main
+
+    me = owners.user_name(os.getuid())
+    found = [
+        owners.DeviceHolder(41, me, "python train.py", 7200.0, True, ("/dev/nvidia0", "/dev/nvidiactl")),
+        owners.DeviceHolder(42, "ann", "python eval.py", 5.0, False, ("/dev/nvidia1",)),
+    ]
+    monkeypatch.setattr(owners, "device_holders", lambda: (found, 3))
+    assert main(["gpus", "--holders"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"pid 41 {me}, for 2 h · orphan: its parent is gone: python train.py",
+        "    /dev/nvidia0, /dev/nvidiactl",
+        "pid 42 ann, for 5 s: python eval.py",
+        "    /dev/nvidia1",
+        "orphans of yours: kill 41",
+        "3 processes of other users could not be looked into; root can: sudo evener gpus --holders",
+    ]
+    monkeypatch.undo()
+    assert main(["gpus", "--holders"]) == 0 and capsys.readouterr().out
+
+
+def test_the_memory_node_is_the_kernels_word(tmp_path):
+    class Nvml:
+        class NVMLError(Exception):
+            pass
+
+        NVMLError_NotSupported = NVMLError_FunctionNotFound = NVMLError_NotFound = type("No", (NVMLError,), {})
+        NVMLError_GpuIsLost = NVMLError_ResetRequired = type("Lost", (NVMLError,), {})
+        nvmlDeviceGetMemoryAffinity = staticmethod(lambda handle, size, scope: [0b1000, 0, 0, 0])
+
+    folder = tmp_path / "sys/bus/pci/devices/0000:19:00.0"
+    folder.mkdir(parents=True)
+    reader = nvml._Reader(Nvml, None, None, str(tmp_path))
+    (folder / "numa_node").write_text("1\n")
+    assert reader.numa_node("00000000:19:00.0") == 1
+    (folder / "numa_node").write_text("-1\n")
+    assert reader.numa_node("00000000:19:00.0") is None, "the kernel says that it has none"
+    assert reader.numa_node("00000000:3B:00.0") == 3, "else the driver's word"
