@@ -159,20 +159,17 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
     blamed = re.match(r"rank (\d+) ", error.cause)
     # An end that the kernel reported, and a rank that was seen elsewhere while others waited, need no interpretation.
     seen = re.match(r"rank \d+ (was killed by|did not come)", error.cause)
-    if blamed and not seen and answer.culprit_known and answer.culprit_rank not in (None, int(blamed[1])):
-        # The launcher has taken a victim: the text knows better.
-        evidence, error = [text for _, _, text in answer.evidence[:3]], LaunchError(answer.summary)
-    lines = [error.cause, *(f"  {line}" for line in evidence)]
-    if answer.kind == "evener-error" and seen:
-        return str(error)  # a rank's own words about the one that was lost
     if answer.kind == "evener-error":
-        same = len(fates) > 1 and len({fate.tracebacks[0][:2] for fate in fates if fate.tracebacks}) == 1
-        everyone = same and all(fate.tracebacks for fate in fates)
-        if everyone and any(fate.tracebacks[0][1].splitlines()[0] in error.cause for fate in fates):
+        same = {fate.tracebacks[0][:2] if fate.tracebacks else None for fate in fates}
+        if len(fates) > 1 and len(same) == 1 and None not in same and not seen:
             # Raised on every rank, and shown by rank 0 already: who was first says nothing.
             return f"{say['all_ranks'].format(what=answer.summary)}\n  {where}"
         return str(error)
-    lines += ["", f"  {answer.kind}: {answer.summary}"]
+    known = answer.culprit_known and isinstance(answer.culprit_rank, int)
+    if blamed and not seen and known and answer.culprit_rank != int(blamed[1]):
+        # The launcher has taken a victim: the text knows better.
+        evidence, error = [text for _, _, text in answer.evidence[:3]], LaunchError(answer.summary)
+    lines = [error.cause, *(f"  {line}" for line in evidence), "", f"  {answer.kind}: {answer.summary}"]
     for heading, items in (
         ("cause", answer.cause),
         ("fix", answer.fix),

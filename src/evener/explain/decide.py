@@ -49,6 +49,13 @@ def timeout(match: Match, facts: Facts) -> bool:
         if one.limit_ms:
             match.values.setdefault("minutes", f"{one.limit_ms / 60000:g}")
     waiting = sorted({one.rank for one in some if one.rank is not None})
+    if not waits:  # gloo says it in an exception of the rank that waited
+        said = {one.lines[0].rank for one in facts.raised if re.search(r"(?i)timed? ?out", one.text)}
+        waiting = sorted(rank for rank in said if rank is not None)
+        silent = sorted(facts.ranks - said)
+        if waiting and silent:
+            match.values["silent"], match.sub = listed(silent), "silent"
+            match.rank = silent[0] if len(silent) == 1 else silent
     if waiting:
         match.values["waiting"] = listed(waiting)
     behind = _behind(some)
@@ -293,6 +300,11 @@ def launcher(match: Match, facts: Facts) -> bool:
         match.values["victims"] = listed(sorted(one for one in victims if one is not None))
     else:
         match.rank, match.known = None, False
+        if victims - {None}:
+            match.sub, match.values["victims"] = (
+                "victim-named",
+                listed(sorted(rank for rank in victims if rank is not None)),
+            )
     return True
 
 

@@ -24,7 +24,8 @@ _HEAD = re.compile(
     r"^\s*(?:Traceback \(|File \"|\[?(?:INFO|WARNING|ERROR|DEBUG|WARN)\b|ERROR:|WARNING:|srun: |slurmstepd: |"
     r"Root Cause|Failures:|=====|------|terminate called|Fatal Python error|evener: )"
 )
-_NOT_RAISED = ("Warning", "ChildFailedError", "CalledProcessError")
+_NOT_RAISED = ("Warning", "ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
+_SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ def _exceptions(lines: list[Line]) -> list[Raised]:
     found: list[Raised] = []
     frames: list[Frame] = []
     chained = False
+    spawned: int | None = None  # whose traceback torch.multiprocessing.spawn passes on
     i = 0
     while i < len(lines):
         text = lines[i].text
@@ -183,7 +185,11 @@ def _exceptions(lines: list[Line]) -> list[Raised]:
             while i + 1 < len(lines) and len(taken) < 40 and _continues(lines[i + 1], taken):
                 i += 1
                 taken.append(lines[i])
+            if spawned is not None:
+                taken = [line if line.rank is not None else replace(line, rank=spawned) for line in taken]
             message = "\n".join([message, *(line.text for line in taken[1:])]).strip()
+            if passed_on := _SPAWNED.search(message):
+                spawned = int(passed_on[1])
             one = Raised([(kind, message)], frames, taken)
             if chained and found:
                 last = found[-1]

@@ -1,0 +1,141 @@
+"""Real failures of two processes, explained from what they really print: under evener run, torchrun, accelerate, Lightning.
+
+The outputs in tests/cases/made_here were recorded with `python -m tests.test_explain_runs` (torch 2.13, accelerate 1.15,
+Lightning, gloo); the exhaustive form makes every one of them again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.explain import explain_text
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "scripts"
+RECORDED = HERE / "cases" / "made_here"
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {**os.environ, "BREAKS_TIMEOUT": "8", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", "NO_COLOR": "1"}
+
+COMMANDS = {
+    "torchrun": [BIN / "torchrun", "--standalone", "--nproc_per_node=2", SCRIPTS / "breaks.py"],
+    "accelerate": [sys.executable, SCRIPTS / "breaks_accelerate.py"],
+    "lightning": [sys.executable, SCRIPTS / "breaks_lightning.py"],
+}
+# (launcher, how it breaks) -> the kinds that are right, the culprit ("unknown": the text cannot say)
+EXPECTED = {
+    ("torchrun", "raises"): ({"torchrun-hidden-root-cause"}, 1),
+    ("torchrun", "cleans"): ({"torchrun-hidden-root-cause"}, 1),
+    ("torchrun", "killed"): ({"host-oom-sigkill"}, 1),
+    ("torchrun", "segfault"): ({"segfault"}, 1),
+    ("torchrun", "exits"): ({"torchrun-hidden-root-cause", "nccl-remote-exit"}, "unknown"),
+    ("torchrun", "hangs"): ({"nccl-timeout"}, "unknown"),
+    ("torchrun", "unused"): ({"ddp-unused-params"}, [0, 1]),
+    ("torchrun", "shapes"): ({"ddp-rank-desync"}, "unknown"),
+    ("torchrun", "oom"): ({"oom-capacity"}, None),
+    ("accelerate", "raises"): ({"python-exception"}, 1),
+    ("accelerate", "killed"): ({"host-oom-sigkill"}, 1),
+    ("accelerate", "unused"): ({"ddp-unused-params"}, None),
+    ("lightning", "raises"): ({"python-exception"}, 1),
+    ("lightning", "killed"): ({"nccl-remote-exit", "host-oom-sigkill"}, None),
+    ("lightning", "unused"): ({"ddp-unused-params"}, None),
+}
+
+
+def output_of(launcher: str, how: str, folder: Path) -> str:
+    done = subprocess.run(
+        [*map(str, COMMANDS[launcher]), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=folder,
+        env=ENVIRONMENT,
+        timeout=400,
+    )
+    assert done.returncode != 0
+    return done.stdout
+
+
+def check(launcher: str, how: str, text: str) -> None:
+    kinds, culprit = EXPECTED[launcher, how]
+    answer = explain_text(text)
+    assert answer.kind in kinds, answer
+    if culprit == "unknown":
+        assert not answer.culprit_known
+    elif culprit is not None:
+        assert answer.culprit_known and (answer.culprit_rank == culprit or answer.culprit_rank in (culprit,)), answer
+    assert answer.evidence and answer.fix and answer.confirm
+
+
+@pytest.mark.parametrize("launcher, how", EXPECTED, ids="-".join)
+def test_the_recorded_output_of_a_real_failure_is_explained(launcher, how):
+    check(launcher, how, (RECORDED / f"{launcher}-{how}.log").read_text("utf-8"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher, how", EXPECTED, ids="-".join)
+def test_a_failure_made_now_is_explained(launcher, how, tmp_path):
+    check(launcher, how, output_of(launcher, how, tmp_path))
+
+
+# --- evener run -----------------------------------------------------------------------------------------------------
+
+full = pytest.mark.full
+# how -> what its report must have, in this order
+REPORTS = {
+    "killed": (["evener: rank 1 was killed by SIGKILL", "host-oom-sigkill: Rank 1:", "Fix:", "logs: "], 137),
+    "shapes": (["ddp-rank-desync: ", "other shape|shapes", "TORCH_DISTRIBUTED_DEBUG=DETAIL", "logs: "], None),
+    "unused": (
+        ["Expected to have finished reduction", "at .*breaks.py", "ddp-unused-params", r"0 \* sum", "logs: "],
+        1,
+    ),
+    "exits": ([r"(?i)rank 1", "left in the middle|exit code 0 in the middle", "logs: "], 1),
+    "raises": (["evener: rank 1 failed: KeyError: 'labels of row 17'", "at .*breaks.py", "logs: "], 1),
+    "cleans": ([r"(?i)rank 1 ", "breaks.py", "logs: "], 1),
+    "segfault": (["evener: rank 1 was killed by SIGSEGV", "segfault: Rank 1", "faulthandler", "logs: "], 139),
+    "hangs": (["evener: rank 1 did not come", "time.sleep", "nccl-timeout", "logs: "], 1),
+    "one-rank": (["evener: rank 1 did not come", "nccl-timeout", "logs: "], 1),
+    "oom": (["CUDA out of memory", "oom-capacity: ", "22.14 GiB of 23.69 GiB", "expandable_segments", "logs: "], 1),
+}
+QUICK = ("killed", "exits", "unused")
+
+
+@pytest.mark.parametrize("how", [how if how in QUICK else pytest.param(how, marks=full) for how in REPORTS])
+def test_evener_run_ends_with_the_cause_and_its_fix(how, tmp_path):
+    words, code = REPORTS[how]
+    done = subprocess.run(
+        [BIN / "evener", "run", "--nproc", "2", "--cpu", SCRIPTS / "breaks.py", how],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        timeout=400,
+    )
+    assert done.returncode == code if code is not None else done.returncode != 0, done.stderr
+    said = done.stderr[done.stderr.rindex("\nevener: ") :]
+    at = 0
+    for word in words:
+        match = re.search(word, said[at:])
+        assert match, (word, said)
+        at += match.start()
+    # The same from the folder, afterwards.
+    (logs,) = (tmp_path / "runs" / "logs").iterdir()
+    again = subprocess.run([BIN / "evener", "explain", logs], capture_output=True, text=True, env=ENVIRONMENT)
+    assert again.returncode == 0, again.stderr
+    assert "Culprit" in again.stdout and "Evidence" in again.stdout
+
+
+if __name__ == "__main__":
+    for one in EXPECTED:
+        text = output_of(*one, Path.cwd())
+        for old, new in ((str(BIN.parent), "/env"), (str(HERE.parent), "/home/me/repo"), (sys.base_prefix, "/usr")):
+            text = text.replace(old, new)
+        cut = "".join(f"{line[:600]}\n" for line in text.splitlines())
+        (RECORDED / f"{'-'.join(one)}.log").write_text(cut, "utf-8")
