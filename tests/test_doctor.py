@@ -14,6 +14,7 @@ import pytest
 from evener import doctor
 from evener.cli import main
 from evener.doctor import Facts, TorchChild, facts
+from evener.launch.machine import memory_limit
 from tests.fakenvml import ZOO, Fake, needs_compiler
 
 PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"
@@ -26,9 +27,12 @@ def plant(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-STATUS = (
-    "Name:\tx\nState:\tS (sleeping)\nPPid:\t{parent}\nUid:\t{uid}\t0\t0\t0\nNSsid:\t{sid}\nCpus_allowed_list:\t0-1,8\n"
-)
+def process(pid: int, command: str, *, parent: int = 1, uid: int = os.getuid(), session: int = 70) -> dict[str, str]:
+    files = {"status": f"Name:\tx\nUid:\t{uid}\t0\t0\t0\n", "cmdline": command.replace(" ", "\0") + "\0"}
+    files |= {"stat": f"{pid} (x) S {parent} 1 {session} " + "0 " * 15 + "7\n"}
+    return {f"proc/{pid}/{name}": text for name, text in files.items()}
+
+
 MACHINE = {
     "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.129.03  Release Build\n",
     "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.570.86.15": "",
@@ -38,30 +42,23 @@ MACHINE = {
     "proc/cmdline": "ro intel_iommu=on",
     "proc/self/limits": "Limit Soft Hard Units\nMax open files            1024   1048576   files\n"
     "Max locked memory         65536  unlimited  bytes\n",
-    "proc/self/status": STATUS.format(parent=2, uid=0, sid=70),
     "proc/self/cgroup": "5:memory:/docker/abc\n0::/\n",
     "proc/cpuinfo": "processor\t: 0\nprocessor\t: 1\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
     "sys/fs/cgroup/memory/docker/memory.limit_in_bytes": "1073741824\n",
     "sys/fs/cgroup/memory/docker/memory.usage_in_bytes": "1000\n",
-    "sys/devices/system/node/node0/cpulist": "0-3\n",
-    "sys/devices/system/node/node1/cpulist": "8-11\n",
     "proc/net/route": "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n"
     "eth1\t00000000\t0101A8C0\t0003\t0\t0\t0\t00000000\n",
     "sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n",
     "etc/nccl.conf": "# ours\nNCCL_DEBUG=INFO\n",
     "home/me/.nccl.conf": "NCCL_ALGO = Ring\n",
     "var/log/kern.log": "x NVRM: Xid (PCI:0000:19:00): 79, pid=1\nunrelated\n",
-    "proc/77/status": STATUS.format(parent=1, uid=os.getuid(), sid=70),
-    "proc/77/cmdline": "pt_data_worker\0",
-    "proc/78/status": STATUS.format(parent=77, uid=os.getuid(), sid=70),
-    "proc/78/cmdline": "torchrun\0x.py\0",
-    "proc/79/status": STATUS.format(parent=1, uid=os.getuid() + 1, sid=70),
-    "proc/79/cmdline": "torchrun\0x.py\0",
-    "proc/80/status": STATUS.format(parent=1, uid=os.getuid(), sid=70),
-    "proc/80/cmdline": "python\0-m\0torch.distributed.run\0",
-    "proc/81/status": STATUS.format(parent=1, uid=os.getuid(), sid=1),  # a container's first program started it
-    "proc/81/cmdline": "torchrun\0x.py\0",
+    "proc/uptime": "100.0 100.0\n",
+    **process(77, "pt_data_worker"),
+    **process(78, "torchrun x.py", parent=77),
+    **process(79, "torchrun x.py", uid=os.getuid() + 1),
+    **process(80, "python -m torch.distributed.run"),
+    **process(81, "torchrun x.py", session=1),  # a container's first program started it
     "run/lock/evener/x": "",
     "etc/evener.toml": '[gpus]\nlock_folder = "/run/lock/evener"\n',
 }
@@ -75,13 +72,13 @@ def test_facts_are_read_from_the_root_that_is_given(tmp_path):
     (root / "proc/77/fd/5").symlink_to("/dev/nvidia0")
     (root / "run/lock/evener").chmod(0o755)
     environ = {"HOME": "/home/me", "NCCL_ALGO": "Ring", "SECRET_TOKEN": "x", "CUDA_VISIBLE_DEVICES": "0"}
-    f = facts.gather(environ, root=str(root), ranks=2)
+    limit, used = memory_limit(str(root))
+    assert (limit, used) == (1 << 30, 1000)
+    f = facts.gather(environ, root=str(root), ranks=2, memory_limit_bytes=limit, memory_used_bytes=used)
     assert (f.kernel_driver, f.nvml_library) == ("535.129.03", "570.86.15")
     assert f.device_files == ["nvidia0"]
     assert (f.nofile, f.nofile_hard, f.memlock_bytes) == (1024, 1048576, 65536)
-    assert (f.memory_limit_bytes, f.memory_used_bytes) == (1 << 30, 1000)
-    assert f.affinity == [0, 1, 8] and f.numa_cpus == {"0": [0, 1, 2, 3], "1": [8, 9, 10, 11]} and f.host_cpus == 2
-    assert f.default_interface == "eth1"
+    assert f.host_cpus == 2 and f.default_interface == "eth1"
     assert f.infiniband == [{"device": "mlx5_0", "port": "1", "state": "DOWN"}]
     assert f.nccl_files == {"/etc/nccl.conf": ["NCCL_DEBUG=INFO"], "/home/me/.nccl.conf": ["NCCL_ALGO = Ring"]}
     assert f.kernel_log == ["x NVRM: Xid (PCI:0000:19:00): 79, pid=1"]
@@ -92,18 +89,6 @@ def test_facts_are_read_from_the_root_that_is_given(tmp_path):
     expected = {"driver-match", "lost-gpu", "orphans", "memlock", "memory-limit", "nccl-variables", "infiniband"}
     assert expected | {"lock-directory", "left-over"} <= wrong
     assert Facts.from_json(f.to_json(), "x") == f
-
-
-def test_version_2_limits_count_on_the_way_up(tmp_path):
-    files = {
-        "proc/self/cgroup": "0::/a/b\n",
-        "sys/fs/cgroup/a/memory.max": "4096\n",
-        "sys/fs/cgroup/a/b/memory.max": "max\n",
-    }
-    root = plant(tmp_path, files | {"sys/fs/cgroup/a/memory.current": "4000\n"})
-    assert facts._cgroup_memory(facts.Root(str(root))) == (4096, 4000)
-    plant(tmp_path, {"sys/fs/cgroup/a/memory.stat": "anon 5\ninactive_file 3900\n"})
-    assert facts._cgroup_memory(facts.Root(str(root))) == (4096, 100)  # the page cache is given back
 
 
 def test_a_name_server_that_does_not_answer_does_not_hold_the_doctor_up():
@@ -210,7 +195,7 @@ def test_the_page_shows_what_is_wrong_with_its_fix(capsys, monkeypatch):
         (["--only", "shard-memory"], "'shard-memory' is not a check.\n  fix: shared-memory"),
         (["--explain", "x"], "evener doctor --list"),
         (["--from", "/nowhere.json"], "/nowhere.json cannot be read"),
-        (["--memory", "much"], "much is no size: 200GB"),
+        (["--memory", "much"], "--memory much is no amount of memory.\n  fix: --memory 20GB"),
         (["--record", "/nowhere/x", "--only", "cpus"], "/nowhere/x cannot be written: No such file"),
         (["--root", "/nowhere"], "--root /nowhere is no folder"),
         (["--timeout", "-1"], "-1 is no time of at least 0.1 seconds"),

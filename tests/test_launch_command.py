@@ -279,6 +279,19 @@ def test_cpus_are_those_of_the_affinity_and_the_quota(tmp_path, monkeypatch, fil
     assert machine.usable_cpus(fake_root(tmp_path, files)) == cpus
 
 
+def test_version_2_memory_limits_count_on_the_way_up(tmp_path):
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/memory.max": "4096\n",
+        "sys/fs/cgroup/a/memory.current": "4000\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+    }
+    assert machine.memory_limit(fake_root(tmp_path, files)) == (4096, 4000)
+    stat = {"sys/fs/cgroup/a/memory.stat": "anon 5\ninactive_file 3900\n"}
+    assert machine.memory_limit(fake_root(tmp_path, stat)) == (4096, 100)  # the page cache is given back
+    assert machine.memory_limit(str(tmp_path / "nothing")) == (None, None)
+
+
 def test_the_cpus_of_every_memory_node(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 9}, raising=False)
     monkeypatch.setattr("sys.platform", "linux")

@@ -48,7 +48,7 @@ def parser() -> Parser:
     add("--deep", action="store_true", help="try NCCL on the visible GPUs")
     add("--ranks", metavar="N", type=_count, help="processes that the job will have here (default: visible GPUs, or 1)")
     add("--workers", metavar="N", type=_count, help="data workers of each rank (num_workers)")
-    add("--memory", metavar="SIZE", type=_bytes, help="host memory that the job needs here: 200GB")
+    add("--memory", metavar="SIZE", help="host memory that the job needs here: 200GB")
     add("--dir", metavar="DIR", default="runs", help="where checkpoints will go (default: runs)")
     add("--nodes", metavar="HOSTS", nargs="?", const="auto", help="the network checks on all hosts: host1,host2 or N")
     add("--head", metavar="HOST[:PORT]", help="with --nodes: who collects (default: the first host, port 29477)")
@@ -65,15 +65,6 @@ def _count(word: str) -> int:
     if not word.isdigit():
         raise argparse.ArgumentTypeError(f"{word} is not a number")
     return int(word)
-
-
-def _bytes(word: str) -> int:
-    number = word.rstrip("BbIiKkMmGgTt ")
-    unit = word[len(number) :].strip().upper().removesuffix("B").removesuffix("I")
-    try:
-        return int(float(number) * 1024 ** ["", "K", "M", "G", "T"].index(unit))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{word} is no size: 200GB, 512MiB") from None
 
 
 def main(argv: list[str]) -> int:
@@ -133,12 +124,15 @@ def _look(given: argparse.Namespace, *, torch: bool) -> Any:
     from evener import doctor
     from evener.doctor import facts
     from evener.gpus import look_at_gpus
-    from evener.launch.machine import usable_cpus
+    from evener.gpus.pick import parse_size
+    from evener.launch import machine
 
+    needed = parse_size(given.memory, "--memory") if given.memory else None
     gpus = look_at_gpus(os.environ, root=given.root)
     visible = sum(gpu.slot is not None for gpu in gpus.gpus)
     child = doctor.TorchChild(sys.executable, os.environ, gpus=visible if given.deep else 0) if torch else None
     try:
+        limit, used = machine.memory_limit(given.root)
         seen = facts.gather(
             os.environ,
             root=given.root,
@@ -146,8 +140,11 @@ def _look(given: argparse.Namespace, *, torch: bool) -> Any:
             gpus=gpus,
             ranks=given.ranks or max(1, visible),
             workers=given.workers,
-            memory_needed_bytes=given.memory,
-            usable_cpus=usable_cpus(given.root),
+            memory_needed_bytes=needed,
+            memory_limit_bytes=limit,
+            memory_used_bytes=used,
+            usable_cpus=machine.usable_cpus(given.root),
+            node_cpus={str(node): list(cpus) for node, cpus in machine.node_cpus(given.root).items()},
         )
         if child is None:
             return seen

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evener.errors import UsageError
-from evener.gpus import leases
+from evener.gpus import leases, owners
 from evener.gpus.values import Snapshot, from_json
 
 # What may be in a record that somebody sends around: settings, no secrets.
@@ -71,8 +71,7 @@ class Facts:
     nofile_hard: float | None = None
     usable_cpus: int | None = None
     host_cpus: int | None = None
-    affinity: list[int] = field(default_factory=list)
-    numa_cpus: dict[str, list[int]] = field(default_factory=dict)
+    node_cpus: dict[str, list[int]] = field(default_factory=dict)  # usable CPUs by memory node
     memory_limit_bytes: int | None = None
     memory_used_bytes: int | None = None
     own_addresses: list[str] | None = None
@@ -115,103 +114,63 @@ class Facts:
         return str(addresses[0]) if addresses else "ADDRESS"
 
 
-class Root:
-    """A place to read files from; "/" or a copy of it."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.real = path, os.path.abspath(path) == "/"
-
-    def at(self, name: str) -> Path:
-        return Path(self.path, name.lstrip("/"))
-
-    def read(self, name: str) -> str | None:
-        with contextlib.suppress(OSError):
-            return self.at(name).read_text(encoding="utf-8", errors="replace")
-        return None
-
-    def glob(self, pattern: str) -> list[Path]:
-        with contextlib.suppress(OSError):
-            return sorted(Path(self.path).glob(pattern))
-        return []
-
-
 def gather(environ: Mapping[str, str], *, root: str = "/", directory: str = "runs", **known: Any) -> Facts:
-    """This host's facts; `known` are those that somebody else found out (GPUs, the torch child, wishes)."""
-    at = Root(root)
-    limits = at.read("proc/self/limits") or ""
-    memory = _cgroup_memory(at)
-    shm = _tried(lambda: os.statvfs(at.at("dev/shm")))
-    hostname = (at.read("proc/sys/kernel/hostname") or "").strip() or socket.gethostname()
-    interfaces = _interfaces() if at.real else []
+    """This host's facts; `known` are those that somebody else found out (GPUs, CPUs, the torch child, wishes)."""
+    at, real = Path(root), os.path.abspath(root) == "/"
+    files, files_hard = _limits(at, "Max open files")
     values: dict[str, Any] = {
-        "hostname": hostname,
+        "hostname": _text(at / "proc/sys/kernel/hostname") or socket.gethostname(),
         "python": sys.executable,
         "environ": {name: value for name, value in environ.items() if _SETTINGS.match(name)},
         "packages": _packages(),
-        "commit": _commit(),
-        "kernel_driver": _found(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", at.read("proc/driver/nvidia/version")),
-        "nvml_library": _nvml_library(at, environ),
-        "device_files": [path.name for path in at.glob("dev/nvidia[0-9]*")],
-        "kernel_log": _kernel_log(at),
-        "kernel_command_line": at.read("proc/cmdline"),
-        "acs_bridges": _acs_bridges() if at.real else None,
-        "shm_total_bytes": shm.f_frsize * shm.f_blocks if shm else None,
-        "shm_free_bytes": shm.f_frsize * shm.f_bavail if shm else None,
-        "memlock_bytes": _limit(limits, "Max locked memory")[0],
-        "nofile": _limit(limits, "Max open files")[0],
-        "nofile_hard": _limit(limits, "Max open files")[1],
-        "host_cpus": (at.read("proc/cpuinfo") or "").count("processor\t") or os.cpu_count(),
-        "affinity": _ranges(_found(r"Cpus_allowed_list:\s*(\S+)", at.read("proc/self/status"))),
-        "numa_cpus": {
-            path.parent.name.removeprefix("node"): _ranges(path.read_text())
-            for path in at.glob("sys/devices/system/node/node[0-9]*/cpulist")
-        },
-        "memory_limit_bytes": memory[0],
-        "memory_used_bytes": memory[1],
-        "own_addresses": _own_addresses(hostname) if at.real else None,
-        "interfaces": interfaces,
-        "default_interface": _default_interface(at.read("proc/net/route")),
-        "infiniband": _infiniband(at),
-        "ibverbs": any(at.at(place).is_dir() and any(at.at(place).glob("libibverbs.so*")) for place in _LIBRARIES),
-        "nccl_files": _nccl_files(at, environ),
-        "directory": look_at_directory(directory) if at.real else None,
+        "commit": (_output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "").strip()
+        or None,
+        "kernel_driver": _found(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", at / "proc/driver/nvidia/version"),
+        "nvml_library": _nvml_library(at, environ.get("LD_LIBRARY_PATH", "") if real else ""),
+        "device_files": sorted(path.name for path in at.glob("dev/nvidia[0-9]*")),
+        "kernel_log": _kernel_log(_output("dmesg") if real else _text(at / "var/log/kern.log")),
+        "kernel_command_line": _text(at / "proc/cmdline"),
+        "memlock_bytes": _limits(at, "Max locked memory")[0],
+        "nofile": files,
+        "nofile_hard": files_hard,
+        "host_cpus": (_text(at / "proc/cpuinfo") or "").count("processor\t") or os.cpu_count(),
+        "default_interface": _found(r"(?m)^(\S+)\t0{8}(?:\t\S+){5}\t0{8}\b", at / "proc/net/route"),
+        "infiniband": [
+            {"device": one.parts[-4], "port": one.parts[-2], "state": _found(r": *(\S.*)", one) or "unknown"}
+            for one in sorted(at.glob("sys/class/infiniband/*/ports/*/state"))
+        ],
+        "ibverbs": any(True for place in _LIBRARIES for _ in at.glob(f"{place}/libibverbs.so*")),
+        "nccl_files": _nccl_files(at, environ.get("HOME")),
         "locks": _locks(at),
-        "port_29500": _port(29500) if at.real else None,
-        "left_over": _left_over(at),
+        "left_over": _left_over(root),
     }
-    facts = Facts(**(values | known))
-    addresses = [] if not at.real or facts.address == "ADDRESS" else [facts.address]
-    more = {"reverse_dns_seconds": reverse_dns(addresses), "can_listen": _can_listen(addresses) if at.real else None}
-    return Facts(**(values | more | known))
+    with contextlib.suppress(OSError):
+        shm = os.statvfs(at / "dev/shm")
+        values |= {"shm_total_bytes": shm.f_frsize * shm.f_blocks, "shm_free_bytes": shm.f_frsize * shm.f_bavail}
+    if real:
+        values |= {"acs_bridges": _acs_bridges(), "own_addresses": _own_addresses(values["hostname"])}
+        values |= {"interfaces": _interfaces(), "directory": look_at_directory(directory), "port_29500": _port(29500)}
+        address = Facts(**values).address
+        addresses = [] if address == "ADDRESS" else [address]
+        values |= {"reverse_dns_seconds": reverse_dns(addresses), "can_listen": _can_listen(addresses)}
+    return Facts(**(values | known))
 
 
-def _tried(look: Callable[[], T]) -> T | None:
-    try:
-        return look()
-    except OSError:
-        return None
+def _text(path: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    return None
 
 
-def _found(pattern: str, text: str | None) -> str | None:
-    match = re.search(pattern, text or "")
+def _found(pattern: str, path: Path) -> str | None:
+    match = re.search(pattern, _text(path) or "")
     return match[1] if match else None
 
 
-def _ranges(text: str | None) -> list[int]:
-    """ "0-3,8" -> [0, 1, 2, 3, 8]"""
-    found: list[int] = []
-    for part in (text or "").strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            found += range(int(first), int(last or first) + 1)
-    return found
-
-
-def _limit(text: str, name: str) -> tuple[float | None, float | None]:
-    match = re.search(rf"{name}\s+(\S+)\s+(\S+)", text)
-    if match is None:
-        return None, None
-    soft, hard = (float("1e18") if word == "unlimited" else float(word) for word in match.groups())
+def _limits(at: Path, name: str) -> tuple[float | None, float | None]:
+    """Soft and hard."""
+    match = re.search(rf"{name}\s+(\S+)\s+(\S+)", _text(at / "proc/self/limits") or "")
+    soft, hard = (1e18 if one == "unlimited" else float(one) for one in match.groups()) if match else (None, None)
     return soft, hard
 
 
@@ -235,27 +194,20 @@ def _output(*argv: str, seconds: float = 2.0) -> str | None:
     return None
 
 
-def _commit() -> str | None:
-    text = _output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    return text.strip() if text else None
-
-
-def _nvml_library(at: Root, environ: Mapping[str, str]) -> str | None:
+def _nvml_library(at: Path, own: str) -> str | None:
     """The version in the name of the file that libnvidia-ml.so.1 leads to."""
-    own = [one for one in environ.get("LD_LIBRARY_PATH", "").split(":") if one] if at.real else []
-    for place in (*own, *_LIBRARIES):
-        path = at.at(place) / "libnvidia-ml.so.1"
-        if path.exists():
-            return _found(r"\.so\.(\d+[\d.]*\.\d+)$", os.path.realpath(path))
+    for place in (*filter(None, own.split(":")), *_LIBRARIES):
+        if (path := at / place / "libnvidia-ml.so.1").exists():
+            name = re.search(r"\.so\.(\d+[\d.]*\.\d+)$", os.path.realpath(path))
+            return name[1] if name else None
     return None
 
 
-def _kernel_log(at: Root) -> list[str] | None:
+def _kernel_log(text: str | None) -> list[str] | None:
     """The kernel's lines about NVIDIA faults; None when this user may not read the log."""
-    text = _output("dmesg") if at.real else at.read("var/log/kern.log")
-    if text is None:
-        return None
-    return [line.strip() for line in text.splitlines() if "NVRM: Xid" in line or "fallen off the bus" in line][-20:]
+    lines = (text or "").splitlines()
+    said = [line.strip() for line in lines if "NVRM: Xid" in line or "fallen off the bus" in line][-20:]
+    return None if text is None else said
 
 
 def _acs_bridges() -> list[str] | None:
@@ -264,26 +216,6 @@ def _acs_bridges() -> list[str] | None:
     if text is None or "ACSCtl" not in text:
         return None
     return re.findall(r"^(\S+) (?:(?!\n\S)[\s\S])*?ACSCtl:\s*SrcValid\+", text, re.MULTILINE)
-
-
-def _cgroup_memory(at: Root) -> tuple[int | None, int | None]:
-    """The tightest memory limit on the way up from this process's cgroup, and what is used under it."""
-    found: list[tuple[int, int | None]] = []
-    for line in (at.read("proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = "sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup"
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        parts = [part for part in path.split("/") if part]
-        for depth in range(len(parts), -1, -1):
-            place = "/".join((mount, *parts[:depth]))
-            limit, used = ((at.read(f"{place}/{name}") or "").strip() for name in names)
-            if limit.isdigit() and int(limit) < 1 << 60:  # version 1 says "none" with a huge number
-                # Page cache counts as used, and is given back before anybody is killed.
-                cache = _found(r"(?m)^(?:total_)?inactive_file (\d+)", at.read(f"{place}/memory.stat"))
-                found.append((int(limit), max(0, int(used) - int(cache or 0)) if used.isdigit() else None))
-    return min(found, key=lambda one: one[0], default=(None, None))
 
 
 def within(seconds: float, look: Callable[[], T]) -> tuple[T | None, float]:
@@ -330,11 +262,6 @@ def _interfaces() -> list[dict[str, Any]]:
     ]
 
 
-def _default_interface(routes: str | None) -> str | None:
-    rows = [line.split() for line in (routes or "").splitlines()[1:]]
-    return next((row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"), None)
-
-
 def _can_listen(addresses: list[str]) -> str:
     try:
         for address in ("127.0.0.1", *addresses):
@@ -345,23 +272,11 @@ def _can_listen(addresses: list[str]) -> str:
     return ""
 
 
-def _infiniband(at: Root) -> list[dict[str, str]]:
-    def line(path: Path) -> str:
-        return (_tried(lambda: path.read_text().strip()) or "unknown").partition(":")[2].strip() or "unknown"
-
-    return [
-        {"device": path.parts[-3], "port": path.name, "state": line(path / "state")}
-        for path in at.glob("sys/class/infiniband/*/ports/*")
-    ]
-
-
-def _nccl_files(at: Root, environ: Mapping[str, str]) -> dict[str, list[str]]:
-    home = environ.get("HOME", "").lstrip("/")
+def _nccl_files(at: Path, home: str | None) -> dict[str, list[str]]:
     found = {}
-    for name in ("etc/nccl.conf", *([f"{home}/.nccl.conf"] if home else [])):
-        text = at.read(name)
-        if text is not None:
-            lines = [line.strip() for line in text.splitlines()]
+    for name in ("etc/nccl.conf", *([f"{home.lstrip('/')}/.nccl.conf"] if home else [])):
+        if (text := _text(at / name)) is not None:
+            lines = map(str.strip, text.splitlines())
             found[f"/{name}"] = [line for line in lines if "=" in line and not line.startswith("#")]
     return found
 
@@ -407,42 +322,38 @@ def _port(port: int) -> dict[str, Any]:
         return {"pid": None, "mine": False} if probe.connect_ex(("127.0.0.1", port)) == 0 else {}
 
 
-def _left_over(at: Root) -> list[dict[str, Any]] | None:
+def _left_over(root: str) -> list[dict[str, Any]] | None:
     """My processes without a parent that launch ranks, are ranks, or hold a GPU; None without a /proc.
 
     What shares the session of process 1 is no orphan: a container's first program started it.
     """
-    found = []
-    for folder in at.glob("proc/[0-9]*"):
-        status = at.read(f"proc/{folder.name}/status") or ""
-        mine = _found(r"Uid:\s+(\d+)", status) == str(os.getuid()) and "State:\tZ" not in status
-        if not mine or _found(r"PPid:\s+(\d+)", status) != "1" or _found(r"NSsid:.*?(\d+)\n", status) in ("0", "1"):
+    found, me = [], owners.user_name(os.getuid())
+    for pid in sorted(int(path.name) for path in Path(root).glob("proc/[0-9]*")):
+        one = owners.who(pid, root)
+        if one is None or one.user != me or one.parent != 1 or one.session in (0, 1):
             continue
-        command = (at.read(f"proc/{folder.name}/cmdline") or "").replace("\0", " ").strip()
-        files = [_tried(lambda one=one: os.readlink(one)) or "" for one in folder.glob("fd/*")]  # type: ignore[misc]
-        gpu = any(re.fullmatch(r"/dev/nvidia\d+", file) for file in files)
-        if gpu or any(word in command for word in _LAUNCHERS):
-            found.append({"pid": int(folder.name), "command": command[:200], "gpu": gpu})
-    return found if at.at("proc").is_dir() else None
+        gpu = any(re.fullmatch(r"/dev/nvidia\d+", file) for file in owners.gpu_devices(pid, root) or ())
+        if gpu or any(word in one.command for word in _LAUNCHERS):
+            found.append({"pid": pid, "command": one.command[:200], "gpu": gpu})
+    return found if os.path.isdir(os.path.join(root, "proc")) else None
 
 
-def _locks(at: Root) -> dict[str, Any]:
+def _locks(at: Path) -> dict[str, Any]:
     """Where GPU leases are kept, and whether a lock can be had there."""
+    import fcntl
+
     facts: dict[str, Any] = {"path": "", "mode": None, "lock": "", "filesystem": None}
     try:
-        facts["path"] = leases.default_path(str(at.at(leases.SETTING)))
-        path = at.at(facts["path"])
+        facts["path"] = leases.default_path(str(at / leases.SETTING.lstrip("/")))
+        path = at / facts["path"].lstrip("/")
         facts["filesystem"] = leases.file_system(str(path))
         facts["mode"] = f"{path.stat().st_mode & 0o7777:o}"
-        import fcntl
-
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        finally:
-            os.close(descriptor)
     except FileNotFoundError:
         pass  # made by the first lease
-    except (OSError, ImportError, UsageError) as error:
+    except (OSError, UsageError) as error:
         facts["lock"] = str(error)
     return facts

@@ -293,9 +293,9 @@ def peer_access(f: Facts) -> Faults:
 
 def numa(f: Facts) -> Faults:
     nodes = {gpu.index: gpu.numa_node for gpu in used(f) if gpu.numa_node is not None}
-    if len(f.numa_cpus) < 2 or not nodes:
+    if len(f.node_cpus) < 2 or not nodes:
         raise Skipped("one NUMA node, or no GPU of a known one")
-    here = [int(node) for node, cpus in f.numa_cpus.items() if set(cpus) & set(f.affinity)]
+    here = [int(node) for node, usable in f.node_cpus.items() if usable]
     words = ", ".join(map(str, here)) or "none"
     for index, node in nodes.items():
         if node not in here:

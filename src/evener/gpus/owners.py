@@ -20,6 +20,7 @@ class Who:
     age_seconds: float
     parent: int
     start_ticks: int  # with the pid, names this process and not a later one of the same number
+    session: int
 
 
 def who(pid: int, root: str = "/") -> Who | None:
@@ -39,9 +40,8 @@ def who(pid: int, root: str = "/") -> Who | None:
     if not fields or fields[0] in "ZX":
         return None
     start = int(fields[19])
-    return Who(
-        user_name(uid), " ".join(words), max(0.0, uptime - start / os.sysconf("SC_CLK_TCK")), int(fields[1]), start
-    )
+    age = max(0.0, uptime - start / os.sysconf("SC_CLK_TCK"))
+    return Who(user_name(uid), " ".join(words), age, int(fields[1]), start, int(fields[3]))
 
 
 def user_name(uid: int) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 
@@ -78,52 +79,45 @@ def usable_cpus(root: str = "/") -> int:
     `os.cpu_count()` alone is the number of the host, which a container with a quota oversubscribes. `root` is where
     /proc and /sys are looked for (tests have a fake one).
     """
-    if sys.platform == "linux":
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
-    quota = _cgroup_quota(root)
-    return max(1, min(count, int(quota)) if quota is not None else count)
+    found = [len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1]
+    for said in _cgroups(root, "cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        quota, period, *_ = [*" ".join(said).split(), "", ""]
+        if quota.isdigit() and int(quota) > 0 and period.isdigit():  # else there is no limit: "max", -1
+            found.append(int(quota) // int(period))
+    return max(1, min(found))
 
 
-def _cgroup_quota(root: str) -> float | None:
-    """The smallest CPU quota on the way from this process's cgroup to the top; None when there is none."""
-    try:
-        with open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    found: list[float] = []
-    for line in lines:
+def memory_limit(root: str = "/") -> tuple[int | None, int | None]:
+    """The tightest memory limit of this process's cgroups, and the bytes used under it; None: none, not known."""
+    found: list[tuple[int, int | None]] = []
+    new, old = ["memory.max", "memory.current"], ["memory.limit_in_bytes", "memory.usage_in_bytes"]
+    for limit, used, stat in _cgroups(root, "memory", [*new, "memory.stat"], [*old, "memory.stat"]):
+        if limit.isdigit() and int(limit) < 1 << 60:  # version 1 says "none" with a huge number
+            # Page cache counts as used, and is given back before anybody is killed.
+            cache = re.search(r"(?m)^(?:total_)?inactive_file (\d+)", stat)
+            found.append((int(limit), max(0, int(used) - int(cache[1] if cache else 0)) if used.isdigit() else None))
+    return min(found, key=lambda one: one[0], default=(None, None))
+
+
+def _cgroups(root: str, controller: str, new: list[str], old: list[str]) -> Iterator[list[str]]:
+    """The texts of these files, for this process's cgroup and each one above it: `new` in version 2, `old` in 1.
+
+    In a container the path is the host's while the mount shows only our own group: folders that do not exist say
+    nothing, and the mount's top, which is then our own group, is always read.
+    """
+    for line in _text(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2: one hierarchy
-            mount, read = "sys/fs/cgroup", _quota_v2
-        elif "cpu" in controllers.split(","):
-            mount, read = f"sys/fs/cgroup/{controllers}", _quota_v1
-            if not os.path.isdir(os.path.join(root, mount)):
-                mount = "sys/fs/cgroup/cpu"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        mount = os.path.join("sys/fs/cgroup", controllers)
+        if controllers and not os.path.isdir(os.path.join(root, mount)):
+            mount = os.path.join("sys/fs/cgroup", controller)
         parts = [part for part in path.split("/") if part]
-        # In a container the path is the host's while the mount shows only our own group: folders that do not exist
-        # are skipped, and the mount's top, which is then our own group, is always read.
         for depth in range(len(parts), -1, -1):
-            with contextlib.suppress(OSError, ValueError):
-                quota = read(os.path.join(root, mount, *parts[:depth]))
-                if quota is not None:
-                    found.append(quota)
-    return min(found, default=None)
+            yield [_text(root, mount, *parts[:depth], name) for name in (old if controllers else new)]
 
 
-def _quota_v2(folder: str) -> float | None:
-    with open(os.path.join(folder, "cpu.max"), encoding="utf-8") as file:
-        quota, period = file.read().split()
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _quota_v1(folder: str) -> float | None:
-    with open(os.path.join(folder, "cpu.cfs_quota_us"), encoding="utf-8") as file:
-        quota = int(file.read())
-    with open(os.path.join(folder, "cpu.cfs_period_us"), encoding="utf-8") as file:
-        period = int(file.read())
-    return None if quota <= 0 else quota / period
+def _text(*path: str) -> str:
+    with contextlib.suppress(OSError), open(os.path.join(*path), encoding="utf-8") as file:
+        return file.read().strip()
+    return ""
