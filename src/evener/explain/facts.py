@@ -273,7 +273,11 @@ def _ends(lines: Iterable[Line]) -> list[Ended]:
         elif entry is not None and (match := _TABLE_ERROR.match(text)):
             entry.error += f"{match['text']}\n"
         elif _HINT.search(text):
-            if "error" in text.lower() and re.search(r"\w+Error: ", text) and "terminated with" not in text:
+            if (
+                "error" in text.lower()
+                and re.search(r"\w+Error: ", text)
+                and not re.search("terminated with|died with", text)
+            ):
                 continue  # an exception's message: its own kind says what it means
             found += _end_in(line)
     return found

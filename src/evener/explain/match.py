@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from evener.explain import shredded
-from evener.explain.facts import Ended, Facts, Raised
+from evener.explain.facts import LEFT, Ended, Facts, Raised
 from evener.explain.kinds import STAGES, Kind, Pattern, all_kinds
 from evener.explain.lines import Line, Stream
 
@@ -40,7 +40,7 @@ class Match:
         self.stage = self.kind.stage
 
 
-GENERIC = "python-exception"
+GENERIC, LAUNCHER = "python-exception", "torchrun-hidden-root-cause"
 
 
 def find_matches(facts: Facts) -> list[Match]:
@@ -64,7 +64,7 @@ def find_matches(facts: Facts) -> list[Match]:
         offer(id(raised), _new(kinds[GENERIC], raised.lines[0], raised.text, raised))
     for ended in facts.ended:
         for kind in kinds.values():
-            if ended.code in kind.exits:
+            if ended.code in kind.exits or (kind.name == LAUNCHER and 0 < ended.code < LEFT):
                 offer(("exit", ended.line.order), _new(kind, ended.line, ended.line.text, None, ended))
     matches = list(by_place.values())
     if all(match.kind.stage >= STAGES.index("exception") for match in matches):

@@ -61,10 +61,15 @@ def _went_on(match: Match, facts: Facts) -> bool:
 
 
 def _decided(match: Match, facts: Facts) -> bool:
-    if match.ended is not None and match.ended.pid in facts.stopped and match.ended.code in (-9, -15):
-        match.stage = max(match.stage, STOPPED)  # the launcher ended it, at first gently
-    if match.ended is not None and match.ended.summary and match.ended.code == -15 and len(facts.ended) > 1:
-        return False  # torchrun's own clean-up, in its table
+    ended = match.ended
+    if (
+        ended is not None
+        and ended.code in (-9, -15)
+        and (ended.pid in facts.stopped or (ended.summary and ended.code == -15))
+    ):
+        if any(one.pid not in facts.stopped and one.code not in (-9, -15) for one in facts.ended):
+            return False  # the launcher's own clean-up
+        match.stage = max(match.stage, STOPPED)
     match.values |= {k: v for k, v in first_group(match.kind.values, match.text).items() if k not in match.values}
     if match.kind.decide:
         name = match.kind.name
