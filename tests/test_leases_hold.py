@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -18,9 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evener.errors import LaunchError, UsageError
-from evener.gpus import leases
+from evener.errors import LaunchError, ShortageError, UsageError
+from evener.gpus import leases, look, pick
 from evener.gpus.leases import Folder
+from evener.gpus.values import GIB, Gpu, Process, Snapshot
 from tests.fakenvml import EIGHT, Fake, needs_compiler
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
@@ -311,6 +313,45 @@ def test_waiting_ends_in_time_and_does_not_begin_where_it_could_not_help(tmp_pat
     assert not [name for name in os.listdir(locks) if name.startswith("ticket")]
 
 
+def test_an_outsider_who_starts_between_the_look_and_the_claim_is_seen(folder, monkeypatch):
+    """`nvidia-smi` users know no leases: the GPU is looked at once more when the lease is held, and given back."""
+    looks = []
+
+    def look_now(environ, **more) -> Snapshot:
+        looks.append(folder.holder_now("GPU-a") is not None)
+        came = any(looks)  # from the first look under a lease on
+        process = (Process(7, "ann", "python", 9 * GIB),) if came else ()
+        gpus = [
+            Gpu(i, uuid, "A100", memory_used_bytes=0, memory_reserved_bytes=0, processes=())
+            for i, uuid in enumerate(("GPU-b", "GPU-a"))
+        ]
+        gpus[1] = dataclasses.replace(gpus[1], processes=process)
+        return look.judge(Snapshot(gpus=tuple(gpus), source="nvml"), {})
+
+    monkeypatch.setattr(look, "look", look_now)
+    got = pick.pick(pick.Wish(count=1), {}, lock_folder=folder.path)
+    assert got.uuids == ("GPU-b",) and looks.count(True) == 1, "the other one, which is idle"
+    assert folder.holder("GPU-a") is None, "given back"
+    got.lease.close()
+    looks.clear()
+    with pytest.raises(ShortageError, match=r"ann, pid 7"):
+        pick.pick(pick.Wish(words=("GPU-a",)), {}, lock_folder=folder.path)
+    assert folder.holder("GPU-a") is None
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_used_is_one_error_with_the_ways_out(tmp_path):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "evener", "run", "--lock-folder", str(tmp_path / "file"), "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=Fake(tmp_path, EIGHT).environ(), capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines()[0].startswith(
+        f"evener: The folder of GPU leases, {tmp_path}/file, cannot be used: "
+    )
+    assert "`evener run --no-lease` goes without" in done.stderr and "Traceback" not in done.stderr
+
+
 # --- inside a scheduler, and in scripts -------------------------------------------------------------------------------
 
 
@@ -354,6 +395,7 @@ uuids = evener.pick_gpus(2, min_free="20GB", lock_folder=locks)
 assert "torch" not in sys.modules
 from evener.gpus import look_at_gpus
 from evener.gpus.leases import Folder
+from evener.gpus.values import GIB, Gpu, Process, Snapshot
 folder = Folder(locks)
 mine = [gpu for gpu in look_at_gpus(os.environ, holder_of=folder.holder).gpus if gpu.lease and gpu.lease.pid == os.getpid()]
 assert [gpu.slot for gpu in mine] == [0, 1] and [gpu.index for gpu in mine] == [5, 6], mine

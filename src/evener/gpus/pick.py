@@ -369,21 +369,25 @@ def pick(
 
 def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder) -> Picked | ShortageError:
     """Look, choose, take, look again. Inside `serial`, so that nobody else does."""
-    snapshot = look.look(environ, holder_of=folder.holder_now)
-    refuse_trouble(snapshot)
-    found = choose(wish, universe(snapshot, environ))
-    if isinstance(found, ShortageError):
-        return found
     own = os.path.basename(sys.argv[0]) in ("evener", "__main__.py")
-    lease = folder.take(found.uuids, " ".join(["evener" if own else sys.argv[0], *sys.argv[1:]]))
-    if lease is None:
-        return ShortageError("Somebody took a lease at this moment.")
-    again = universe(look.look(environ), environ)  # an outsider may have started meanwhile
-    still = choose(replace(wish, words=found.uuids, count=None), again)
-    if isinstance(still, ShortageError):
+    command = " ".join(["evener" if own else sys.argv[0], *sys.argv[1:]])
+    lost = ShortageError("Others took the GPUs at this moment.")
+    for _ in range(3):
+        snapshot = look.look(environ, holder_of=folder.holder_now)
+        refuse_trouble(snapshot)
+        found = choose(wish, universe(snapshot, environ))
+        if isinstance(found, ShortageError):
+            return found
+        lease = folder.take(found.uuids, command)
+        if lease is None:
+            continue
+        again = universe(look.look(environ), environ)  # an outsider, who knows no leases, may have started meanwhile
+        still = choose(replace(wish, words=found.uuids, count=None), again)
+        if isinstance(still, Picked):
+            return replace(found, lease=lease)
         lease.close()
-        return still
-    return replace(found, lease=lease)
+        lost = still
+    return lost
 
 
 def say_on_stderr(line: str) -> None:
