@@ -163,7 +163,8 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
         same = {fate.tracebacks[0][:2] if fate.tracebacks else None for fate in fates}
         if len(fates) > 1 and len(same) == 1 and None not in same and not seen:
             # Raised on every rank, and shown by rank 0 already: who was first says nothing.
-            return f"{say['all_ranks'].format(what=answer.summary)}\n  {where}"
+            what = fates[0].tracebacks[0][1].partition("\n")[0]
+            return f"{say['all_ranks'].format(what=what)}\n  {where}"
         return str(error)
     known = answer.culprit_known and isinstance(answer.culprit_rank, int)
     if blamed and not seen and known and answer.culprit_rank != int(blamed[1]):

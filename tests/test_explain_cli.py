@@ -1,0 +1,231 @@
+"""The verb `evener explain`: what it takes, what it prints, its JSON contract, its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from evener.cli import main
+from evener.cli.explain import explain_run, text_of
+from evener.errors import LaunchError
+from evener.explain import explain_text
+from evener.explain.kinds import all_kinds
+
+OOM = (
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 158.00 MiB. GPU 1 has a total capacity of 23.69 "
+    "GiB of which 115.69 MiB is free. Of the allocated memory 22.14 GiB is allocated by PyTorch, and 910.35 MiB is reserved "
+    "by PyTorch but unallocated.\n[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:21404\n"
+)
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    path = tmp_path / "train.log"
+    path.write_text(f"step 1\n{OOM}")
+    return str(path)
+
+
+def test_the_answer_has_its_order(log, capsys):
+    assert main(["explain", log]) == 0
+    out = capsys.readouterr().out
+    heads = [
+        "Rank 1: ",
+        "oom-capacity",
+        "Culprit",
+        "Evidence",
+        "Cause",
+        "It could also be",
+        "Fix",
+        "To confirm",
+        "Do not",
+        "Only consequences",
+    ]
+    places = [out.index(head) for head in heads]
+    assert places == sorted(places)
+    assert "  2: [rank1]: torch.OutOfMemoryError" in out and "22.14 GiB of 23.69 GiB (93 %)" in out
+
+
+def test_the_json_is_the_contract(log, capsys):
+    assert main(["explain", "--json", log]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert list(answer) == (
+        [
+            "kind",
+            "sub_cause",
+            "culprit_rank",
+            "culprit_known",
+            "culprit",
+            "confidence",
+            "summary",
+            "evidence",
+            "cause",
+            "fix",
+            "confirm",
+            "avoid",
+            "consequences",
+            "alternatives",
+        ]
+    )
+    assert answer["kind"] == "oom-capacity" and answer["culprit_rank"] == 1 and answer["culprit_known"] is True
+    assert answer["confidence"] in ("high", "medium", "low") and isinstance(answer["cause"], str)
+    assert answer["evidence"][0].keys() == {"line", "source", "text"} and answer["evidence"][0]["line"] == 2
+    for key in ("fix", "confirm", "avoid", "consequences", "alternatives"):
+        assert all(isinstance(one, str) and one for one in answer[key])
+
+
+def test_nothing_found_is_said_and_has_an_exit_code(tmp_path, capsys):
+    (tmp_path / "ok.log").write_text("step 1\nstep 2\n")
+    assert main(["explain", "--lang", "en", str(tmp_path / "ok.log")]) == 1
+    assert capsys.readouterr().out.startswith("Nothing in these 2 lines says that something failed.")
+    assert main(["explain", "--json", str(tmp_path / "ok.log")]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["kind"] is None and answer["culprit_known"] is False and answer["fix"] == []
+
+
+def test_the_language_is_the_locales_or_the_one_asked_for(log, capsys, monkeypatch):
+    main(["explain", "--lang", "zh", log])
+    chinese = capsys.readouterr().out
+    assert "显存" in chinese and "怎么修" in chinese and "Fix" not in chinese
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    main(["explain", log])
+    assert capsys.readouterr().out == chinese
+
+
+def test_standard_input_several_files_and_folders(log, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(OOM.encode()), isatty=lambda: False))
+    assert main(["explain", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["culprit_rank"] == 1
+    for rank, text in enumerate(["RuntimeError: Connection closed by peer [10.0.0.1]:9", "KeyError: 'labels'"]):
+        (tmp_path / f"rank{rank}.log").write_text(f"Traceback (most recent call last):\n{text}\n")
+    assert main(["explain", "--json", str(tmp_path / "rank0.log"), str(tmp_path / "rank1.log")]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["kind"] == "python-exception" and answer["culprit_rank"] == 1
+    assert answer["evidence"][0]["source"].endswith("rank1.log")
+
+
+def test_lists_and_pages(capsys):
+    assert main(["explain", "--list", "--lang", "en"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in all_kinds())
+    assert main(["explain", "--list", "--json"]) == 0
+    assert {one["kind"] for one in json.loads(capsys.readouterr().out)} == set(all_kinds())
+    assert main(["explain", "nccl-timeout", "--lang", "zh"]) == 0
+    assert "集合通信" in capsys.readouterr().out
+    assert main(["explain", "nccl-timeout", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "nccl-timeout"
+
+
+def test_a_lint_rule_has_its_page_under_the_same_verb(capsys):
+    lint = pytest.importorskip("evener.lint")
+    from evener.lint import rules
+
+    name = rules.ALL[0].id
+    assert main(["explain", name]) == 0
+    assert capsys.readouterr().out.startswith(lint.page(name)[:20])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["oom-capcity"], ["oom-capcity is no file, and no kind of failure.", "fix: evener explain oom-capacity"]),
+        (["none.log"], ["none.log is no file", "evener explain --list"]),
+        (["--lang", "fr", "x"], ["--lang", "evener explain --help"]),
+        (["--jsno"], ["--jsno", "evener explain --help"]),
+    ],
+)
+def test_a_mistake_is_one_message(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and all(one in captured.err for one in said), captured.err
+
+
+def test_without_a_log_it_asks_which(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(), isatty=lambda: True))
+    assert main(["explain"]) == 2
+    assert "which log?" in capsys.readouterr().err
+
+
+def test_colours_are_for_terminals(monkeypatch):
+    answer = explain_text(OOM)
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in text_of(answer, terminal) and "\x1b[" not in text_of(answer, io.StringIO())
+    assert "\x1b[" in text_of(answer, io.StringIO(), "always") and "\x1b[" not in text_of(answer, terminal, "never")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in text_of(answer, terminal)
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m evener explain --list | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == "" and done.stdout.strip() == "amp"
+
+
+# --- the end of `evener run` ----------------------------------------------------------------------------------------
+
+
+def record(folder: Path, rank: int, *errors: tuple[str, str], how: str = "exception", when: int = 1) -> None:
+    told = [
+        {"type": kind, "module": "evener.errors" if kind == "CollectiveError" else "builtins", "message": text, "where": None,
+         "traceback": f"Traceback (most recent call last):\n{kind}: {text}\n"}
+        for kind, text in errors
+    ]  # fmt: skip
+    ended = {"how": how, "code": 1, "time": 1.0, "monotonic_ns": when, "errors": told}
+    (folder / f"rank{rank}.json").write_text(
+        json.dumps({"rank": rank, "pid": 40 + rank, "started": 1.0, "ended": ended})
+    )
+    (folder / f"rank{rank}.log").write_text("step 1\n")
+
+
+def said(folder: Path, cause: str) -> str:
+    error = LaunchError(cause, evidence=["at train.py:9", f"logs: {folder}/rank0.log"])
+    return explain_run(error, str(folder), 1e12, None)
+
+
+def test_one_error_of_evener_on_all_ranks_is_told_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    for rank in range(3):
+        record(tmp_path, rank, ("CollectiveError", "The ranks disagree about the call."), when=9 - rank)
+    text = said(tmp_path, "rank 2 failed: evener.errors.CollectiveError: The ranks disagree about the call.")
+    assert (
+        text
+        == f"all ranks stopped with the same error: The ranks disagree about the call.\n  logs: {tmp_path}/rank0.log"
+    )
+
+
+def test_a_known_kind_follows_the_launchers_word(tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    record(tmp_path, 0, ("RuntimeError", "Connection closed by peer [127.0.0.1]:9"), when=1)
+    record(tmp_path, 1, ("RuntimeError", "Attempting to unscale FP16 gradients."), when=2)
+    text = said(tmp_path, "rank 1 failed: RuntimeError: Attempting to unscale FP16 gradients.").splitlines()
+    assert text[:2] == ["rank 1 failed: RuntimeError: Attempting to unscale FP16 gradients.", "  at train.py:9"]
+    assert text[3].startswith("  amp-unscale-fp16: Rank 1: the trainable weights are fp16")
+    assert any(line.startswith("  Fix: ") for line in text) and any(line.startswith("  Do not: ") for line in text)
+    assert text[-2] == f"  logs: {tmp_path}/rank0.log" and text[-1].startswith("  evener explain ")
+
+
+def test_a_victim_that_the_launcher_has_taken_gives_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    record(tmp_path, 0, ("RuntimeError", "Connection closed by peer [127.0.0.1]:9"))
+    (tmp_path / "rank1.json").write_text('{"rank": 1, "pid": 41, "started": 1.0}')
+    (tmp_path / "rank1.log").write_text("step 1\n")
+    text = said(tmp_path, "rank 0 failed: RuntimeError: Connection closed by peer [127.0.0.1]:9")
+    assert text.startswith("Rank 1: it left in the middle of the script, without an exception")
+
+
+def test_an_exception_of_the_script_stays_the_launchers_word(tmp_path):
+    record(tmp_path, 0, ("KeyError", "'labels'"))
+    error = "rank 0 failed: KeyError: 'labels'\n  at train.py:9"
+    assert said(tmp_path, "rank 0 failed: KeyError: 'labels'").startswith(error)
+    assert (
+        said(tmp_path / "nowhere", "rank 0 failed")
+        == f"rank 0 failed\n  at train.py:9\n  logs: {tmp_path}/nowhere/rank0.log"
+    )
