@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from evener.cli.run import Parser
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from evener.gpus import Snapshot
     from evener.report.live import Running
 
@@ -54,13 +56,13 @@ def seconds(word: str) -> float:
 
 def main(argv: list[str]) -> int:
     given = parser().parse_args(argv)
-    view = View()
+    look = viewer()
     if given.json:
-        gpus, runs = view.look()
+        gpus, runs = look()
         print(json.dumps(as_json(gpus, runs), indent=1))
         return 0
     if given.once or not sys.stdout.isatty():
-        print("\n".join(lines(*view.look(), columns=shutil.get_terminal_size().columns)))
+        print("\n".join(lines(*look(), columns=shutil.get_terminal_size().columns)))
         return 0
     from rich.console import Console
     from rich.live import Live
@@ -70,7 +72,7 @@ def main(argv: list[str]) -> int:
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                shown = lines(*view.look(), columns=console.width)
+                shown = lines(*look(), columns=console.width)
                 left = len(shown) - console.height
                 if left > 0:
                     shown = [*shown[: console.height - 1], f"... {left + 1} more lines: a higher terminal, or --once"]
@@ -80,24 +82,22 @@ def main(argv: list[str]) -> int:
         return 0
 
 
-class View:
-    """What has to be remembered between two looks: the GPUs' numbers, and how far every run's events were read."""
+def viewer() -> Callable[[], tuple[Snapshot, list[Running]]]:
+    """A function that looks; it remembers the GPUs' numbers, and how far every run's events were read."""
+    from evener.gpus import look_at_gpus
+    from evener.gpus.leases import Folder, default_path
+    from evener.launch.machine import usable_cpus
+    from evener.report.live import Watcher
 
-    def __init__(self) -> None:
-        from evener.gpus.leases import Folder, default_path
-        from evener.launch.machine import usable_cpus
-        from evener.report.live import Watcher
+    leases, index = Folder(default_path()), dict[str, int]()
+    watcher = Watcher(usable_cpus(), index.get)
 
-        self.leases = Folder(default_path())
-        self.index: dict[str, int] = {}
-        self.watcher = Watcher(usable_cpus(), self.index.get)
+    def look() -> tuple[Snapshot, list[Running]]:
+        gpus = look_at_gpus(os.environ, holder_of=leases.holder)
+        index.update((gpu.uuid, gpu.index) for gpu in gpus.gpus if gpu.uuid)
+        return gpus, watcher.look()
 
-    def look(self) -> tuple[Snapshot, list[Running]]:
-        from evener.gpus import look_at_gpus
-
-        gpus = look_at_gpus(os.environ, holder_of=self.leases.holder)
-        self.index.update((gpu.uuid, gpu.index) for gpu in gpus.gpus if gpu.uuid)
-        return gpus, self.watcher.look()
+    return look
 
 
 def as_json(gpus: Snapshot, runs: list[Running]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -88,6 +88,21 @@ class Story:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     self._take(json.loads(line))
 
+    def facts(self, first: Rank) -> dict[str, Any]:
+        """Fields of `Running`, read on; what rank `first` measured is newer than the events."""
+        self.read()
+        point = self.newest.get("update", {})
+        return {
+            "contract": clean(self.newest.get("contract", {}).get("line", "")) or None,
+            "update": point.get("update") if first.update is None else first.update,
+            "epoch": point.get("epoch"),
+            "loss": None if point.get("loss") is None else float(point["loss"]),  # a text where it is not finite
+            "rows_per_second": point.get("rows_per_second"),
+            "updates_per_second": first.updates_per_second,
+            "incidents": dict(self.incidents),
+            "last_incident": self.last_incident,
+        }
+
     def _take(self, event: dict[str, Any]) -> None:
         kind = str(event["kind"])
         if kind == "start":  # a run that continues in its directory: what was before is another day's
@@ -116,46 +131,36 @@ class Watcher:
     def look(self) -> list[Running]:
         """Every run and every launched job of this machine that may be looked at, by name."""
         processes = {one.pid: one for one in psutil.process_iter(["pid", "ppid", "cmdline"])}
-        jobs = _jobs(processes)
+        jobs, writers = _jobs(processes), _directories(processes)
+        self.stories = {path: self.stories.get(path) or Story(path) for path in sorted(writers)}
         found: list[Running] = []
-        for directory, pid in sorted(_directories(processes).items()):
-            job = next((job for job in jobs if pid in job["pids"].values()), None)
+        for path, story in self.stories.items():
+            job = next((job for job in jobs if writers[path] in job["pids"].values()), None)
             if job is not None:
                 jobs.remove(job)
-            name = job["name"] if job else os.path.basename(directory)
-            ranks = tuple(_ranks(directory, processes)) or (Rank(0, pid),)
-            run = Running(name, directory, job["logs"] if job else None, _user(processes[pid]), ranks=ranks)
-            found.append(self._with_story(run))
+            name, logs = (job["name"], job["logs"]) if job else (os.path.basename(path), None)
+            ranks = _measured(path, processes) or (_rank(0, writers[path], processes),)
+            user, said = _user(processes[writers[path]]), verdict(ranks, self.usable_cpus, self.gpu_index)
+            found.append(Running(name, path, logs, user, ranks=ranks, verdict=said, **story.facts(ranks[0])))
         for job in jobs:
-            ranks = tuple(Rank(rank, pid) for rank, pid in sorted(job["pids"].items()) if pid in processes)
+            ranks = tuple(_rank(rank, pid, processes) for rank, pid in sorted(job["pids"].items()) if pid in processes)
             if ranks:
-                user = _user(processes[ranks[0].pid])
-                found.append(Running(job["name"], None, job["logs"], user, ranks=ranks))
-        self.stories = {path: story for path, story in self.stories.items() if any(path == r.directory for r in found)}
-        measured = [replace(run, ranks=tuple(_with_memory(one, processes) for one in run.ranks)) for run in found]
-        return [replace(run, verdict=verdict(run.ranks, self.usable_cpus, self.gpu_index)) for run in measured]
-
-    def _with_story(self, run: Running) -> Running:
-        assert run.directory is not None
-        story = self.stories.setdefault(run.directory, Story(run.directory))
-        story.read()
-        point = story.newest.get("update", {})
-        first = run.ranks[0]
-        loss = point.get("loss")
-        return replace(
-            run,
-            contract=clean(story.newest.get("contract", {}).get("line", "")) or None,
-            update=first.update if first.update is not None else point.get("update"),
-            epoch=point.get("epoch"),
-            loss=loss if isinstance(loss, int | float) else None if loss is None else float(loss),
-            rows_per_second=point.get("rows_per_second"),
-            updates_per_second=first.updates_per_second,
-            incidents=dict(story.incidents),
-            last_incident=story.last_incident,
-        )
+                found.append(Running(job["name"], None, job["logs"], _user(processes[ranks[0].pid]), ranks=ranks))
+        return found
 
 
 # --- finding them -----------------------------------------------------------------------------------------------------
+
+
+def _json(folder: str, names: str, *keys: str) -> list[dict[str, Any]]:
+    """The JSON objects in files of these names that have these keys; a file that is being written has none."""
+    found = []
+    for path in glob.glob(os.path.join(glob.escape(folder), names)):
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+            value = json.load(file)
+            if isinstance(value, dict) and set(keys) <= set(value):
+                found.append(value)
+    return found
 
 
 def _jobs(processes: Mapping[int, Any]) -> list[dict[str, Any]]:
@@ -165,19 +170,12 @@ def _jobs(processes: Mapping[int, Any]) -> list[dict[str, Any]]:
         words = one.info["cmdline"] or []
         at = next((i for i, word in enumerate(words) if word.endswith("evener/launch/shim.py")), len(words))
         if at + 1 < len(words) and "torch.distributed.run" not in words and words[at + 1] not in found:
-            with contextlib.suppress(OSError, ValueError, KeyError), open(words[at + 1], encoding="utf-8") as file:
-                logs = str(json.load(file)["logs"])
-                found[words[at + 1]] = {"name": os.path.basename(logs), "logs": logs, "pids": _recorded(logs)}
+            folder, name = os.path.split(words[at + 1])
+            for plan in _json(folder, glob.escape(name), "logs"):
+                logs = str(plan["logs"])
+                pids = {int(one["rank"]): int(one["pid"]) for one in _json(logs, "rank*.json", "rank", "pid")}
+                found[words[at + 1]] = {"name": os.path.basename(logs), "logs": logs, "pids": pids}
     return list(found.values())
-
-
-def _recorded(logs: str) -> dict[int, int]:
-    pids = {}
-    for path in glob.glob(os.path.join(glob.escape(logs), "rank*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError), open(path, encoding="utf-8") as file:
-            record = json.load(file)
-            pids[int(record["rank"])] = int(record["pid"])
-    return pids
 
 
 def _directories(processes: Mapping[int, Any]) -> dict[str, int]:
@@ -194,6 +192,7 @@ def _directories(processes: Mapping[int, Any]) -> dict[str, int]:
 
 
 def _open_files(pid: int) -> Iterator[str]:
+    """Not psutil's where it can be avoided: that one also asks the file's disk, which may hang."""
     if os.path.isdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # another user's process, or one that has just ended
             for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -204,29 +203,27 @@ def _open_files(pid: int) -> Iterator[str]:
         yield from (one.path for one in psutil.Process(pid).open_files())
 
 
-def _ranks(directory: str, processes: Mapping[int, Any]) -> Iterator[Rank]:
+def _measured(directory: str, processes: Mapping[int, Any]) -> tuple[Rank, ...]:
     """The ranks that live on this machine, as they measured themselves."""
-    pulses = []
-    for path in glob.glob(os.path.join(glob.escape(directory), "pulse-rank*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="ascii") as file:
-            one = json.load(file)
-            if one["host"] == socket.gethostname() and one["pid"] in processes:
-                pulses.append(one)
-    for one in sorted(pulses, key=lambda one: int(one["rank"])):
+    found, here = [], socket.gethostname()
+    for one in _json(directory, "pulse-rank*.json", "rank", "pid", "host", "seconds"):
+        if one["host"] != here or one["pid"] not in processes:
+            continue
         seconds = max(one["seconds"], 1e-9)
-        parts = {name: one[f"{name}_seconds"] / seconds for name in ("data_wait", "step", "body")}
-        yield Rank(
-            one["rank"],
-            one["pid"],
-            one["device"],
-            one["gpu"],
-            one["num_workers"],
-            one["update"],
-            one["updates"] / seconds,
-            seconds_since=max(0.0, time.time() - one["t"]),
-            allocated_bytes=one.get("allocated_bytes"),
-            **{name: min(1.0, part) for name, part in parts.items()},
-        )
+        values = {name: one[name] for name in ("device", "gpu", "num_workers", "update")}
+        values |= {name: min(1.0, one[f"{name}_seconds"] / seconds) for name in ("data_wait", "step", "body")}
+        values |= {"updates_per_second": one["updates"] / seconds, "allocated_bytes": one.get("allocated_bytes")}
+        since = max(0.0, time.time() - one["t"])
+        found.append(_rank(one["rank"], one["pid"], processes, seconds_since=since, **values))
+    return tuple(sorted(found, key=lambda one: one.rank))
+
+
+def _rank(number: int, pid: int, processes: Mapping[int, Any], **measured: Any) -> Rank:
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        for one in (processes[pid], *processes[pid].children(recursive=True)):
+            total += one.memory_info().rss
+    return Rank(number, pid, memory_bytes=total or None, **measured)
 
 
 def _user(process: Any) -> str | None:
@@ -235,81 +232,64 @@ def _user(process: Any) -> str | None:
     return None
 
 
-def _with_memory(rank: Rank, processes: Mapping[int, Any]) -> Rank:
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        for one in (processes[rank.pid], *processes[rank.pid].children(recursive=True)):
-            total += one.memory_info().rss
-    return replace(rank, memory_bytes=total or None)
-
-
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
 def verdict(ranks: Sequence[Rank], usable_cpus: int, gpu_index: Callable[[str], int | None]) -> str:
     """What holds the run up, from where its ranks' time went; what to do about it."""
+
+    def name(rank: Rank) -> str:
+        index = gpu_index(rank.gpu) if rank.gpu else None
+        return f"rank {rank.rank}" if index is None else f"GPU {index}"
+
     measured = [one for one in ranks if one.data_wait is not None]
     if not measured:
         return "it has not said yet where its time goes" if ranks and ranks[0].device else ""
     silent = max(measured, key=lambda one: one.seconds_since or 0.0)
     usual = 1 / silent.updates_per_second if silent.updates_per_second else 0.0
-    if (silent.seconds_since or 0.0) > _SILENT_SECONDS + 5 * usual:
-        pause = format_seconds(silent.seconds_since or 0.0)
-        return f"no update for {pause}: it evaluates or saves, or it hangs (py-spy dump --pid {silent.pid})"
+    if (pause := silent.seconds_since or 0.0) > _SILENT_SECONDS + 5 * usual:
+        words = f"no update for {format_seconds(pause)}: it evaluates or saves, or it hangs"
+        return f"{words} (py-spy dump --pid {silent.pid})"
     worst = max(measured, key=lambda one: one.data_wait or 0.0)
     share = worst.data_wait or 0.0
     if share >= WAITS:
         others = sum((one.data_wait or 0.0) >= WAITS for one in measured) - 1
         also = f" (and {others} more rank{'s' * (others > 1)})" if others else ""
-        return f"{_name(worst, gpu_index)} waits for data {percent(share)} of each step{also}: " + _advice(
-            worst.num_workers, len(measured), usable_cpus
-        )
+        workers, count = worst.num_workers, len(measured)
+        advice = "raise num_workers" + ("" if workers is None else f" from {workers}")
+        if workers and (workers + 1) * count >= usable_cpus:
+            busy = f"{count} x {workers} data workers have {usable_cpus} CPUs"
+            advice = f"make reading a row cheaper, or use more CPUs ({busy})"
+        return f"{name(worst)} waits for data {percent(share)} of each step{also}: {advice}"
     slow = max(measured, key=lambda one: one.body or 0.0)
     if (slow.body or 0.0) >= BODY:
-        return (
-            f"{_name(slow, gpu_index)} spends {percent(slow.body)} of each update in the loop's own body and in saving"
-        )
+        return f"{name(slow)} spends {percent(slow.body)} of each update in the loop's own body and in saving"
     return f"no rank waits for data (at most {percent(share)} of each step)"
-
-
-def _name(rank: Rank, gpu_index: Callable[[str], int | None]) -> str:
-    index = gpu_index(rank.gpu) if rank.gpu else None
-    return f"GPU {index}" if index is not None else f"rank {rank.rank}"
-
-
-def _advice(workers: int | None, ranks: int, usable_cpus: int) -> str:
-    if workers is None:
-        return "raise num_workers"
-    if workers and (workers + 1) * ranks >= usable_cpus:
-        busy = f"{ranks} x {workers} data workers have {usable_cpus} CPUs"
-        return f"make reading a row cheaper, or use more CPUs ({busy})"
-    return f"raise num_workers from {workers}"
 
 
 def percent(part: float | None, width: int = 0) -> str:
     return f"{round(100 * (part or 0.0)):>{width}} %"
 
 
-def share_words(rank: Rank) -> str:
-    if rank.data_wait is None:
-        return "no time measured"
-    return f"data {percent(rank.data_wait, 3)}  step {percent(rank.step, 3)}  body {percent(rank.body, 3)}"
-
-
 def run_lines(run: Running, size: Callable[[int], str]) -> list[str]:
     """One run as lines; cutting them to the terminal is the caller's."""
     where = run.directory or f"{run.logs} (no evener.Run in it: no steps are measured)"
     lines = [clean(f"{run.name}  {run.user or ''}  {where}".replace("    ", "  "))]
-    facts = [f"update {run.update}" if run.update is not None else "", f"epoch {run.epoch}" if run.epoch else ""]
-    facts += [f"loss {format_number(run.loss)}" if run.loss is not None else ""]
-    facts += [f"{run.updates_per_second:.3g} updates/s" if run.updates_per_second else ""]
-    facts += [f"{run.rows_per_second:,.0f} rows/s" if run.rows_per_second else ""]
-    if any(facts):
-        lines.append("  " + " · ".join(fact for fact in facts if fact))
+    facts = {
+        f"update {run.update}": run.update is not None,
+        f"epoch {run.epoch}": run.epoch,
+        f"loss {format_number(run.loss or 0.0)}": run.loss is not None,
+        f"{run.updates_per_second or 0:.3g} updates/s": run.updates_per_second,
+        f"{run.rows_per_second or 0:,.0f} rows/s": run.rows_per_second,
+    }
+    if any(facts.values()):
+        lines.append("  " + " · ".join(fact for fact, is_known in facts.items() if is_known))
     for one in run.ranks:
+        shares = f"data {percent(one.data_wait, 3)}  step {percent(one.step, 3)}  body {percent(one.body, 3)}"
+        shares = "no time measured" if one.data_wait is None else shares
         memory = "" if one.memory_bytes is None else size(one.memory_bytes)
         gpu = "" if one.allocated_bytes is None else f" + {size(one.allocated_bytes)} on the GPU"
-        lines.append(f"  rank {one.rank:<3} {one.device or '':<7} pid {one.pid:<8} {share_words(one)}  {memory}{gpu}")
+        lines.append(f"  rank {one.rank:<3} {one.device or '':<7} pid {one.pid:<8} {shares}  {memory}{gpu}")
     if run.incidents:
         counts = ", ".join(f"{number} {kind}" for kind, number in run.incidents.items())
         lines.append(f"  incidents: {counts}; last: {run.last_incident}")
