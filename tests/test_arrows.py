@@ -27,6 +27,7 @@ TORCH_FREE = {
     "report",
     "doctor",
     "cli",
+    "verify",
     "ending",
 }
 TORCH = {"run", "engine", "data", "checkpoint", "dist", "measure", "batch"}
@@ -43,6 +44,7 @@ ARROWS: dict[str, set[str]] = {
     "lint": set(),
     "report": set(),
     "doctor": {"gpus", "facts"},
+    "verify": {"launch", "plan"},
     "cli": TORCH_FREE - {"cli"},
     "run": {"engine", "data", "checkpoint", "dist", "report.events", "explain", "plan", "gpus", "config"},
     "engine": {"dist", "config"},

@@ -15,9 +15,11 @@ from evener.errors import EvenerError, UsageError, nearest
 VERBS = {
     "run": "start a script on every GPU (or N CPU processes) of this machine, and stay until it has ended",
     "gpus": "show the GPUs of this machine, who has them, and which are idle, or why not",
-    "explain": "say what broke in a log or a run: cause, guilty rank, fix, advice not to follow",
-    "checkpoint": "list the checkpoints of a run, check every byte, export weights",
     "top": "watch GPUs, processes and every evener run of this machine, and what each waits for",
+    "checkpoint": "list the checkpoints of a run, check every byte, export weights",
+    "explain": "say what broke in a log or a run: cause, guilty rank, fix, advice not to follow",
+    "lint": "read scripts and name what goes wrong on several GPUs, in mixed precision, with checkpoints; --fix",
+    "verify": "prove the promise on your own script, and say who is to blame where it does not hold",
     "doctor": "look at driver, torch, limits, network and disks, and name the fix of every fault",
 }
 

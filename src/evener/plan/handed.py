@@ -4,7 +4,7 @@ One variable, because everything else in the environment belongs to the user or 
 file on one machine, and the JSON text itself where the machines of a job share no disk.
 
     {"version": 1, "device": "cpu" or null, "store": "<private folder>" or null, "run_id": "...", "overrides": {...},
-     "attempt": 0}
+     "attempt": 0, "trial": {...} or null}
 
 Standard library only: the launcher writes it without torch, and a rank reads it before torch is imported.
 """
@@ -14,13 +14,36 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evener.errors import LaunchError
 
 VARIABLE = "EVENER_PLAN"
 VERSION = 1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What `evener verify` asks of the script's first Run: a few batches, written down, then the end of the process.
+
+    Attributes:
+        folder: Where rank 0 writes trace.jsonl, and tensors-<batches>.safetensors after the batches in `keep`.
+        batches: The process ends, with exit code 0, after so many batches of the loop.
+        keep: After how many batches parameters, buffers and the gradient are kept.
+        kill: The last rank gets SIGKILL in the middle of this batch's update (0 is the first); None: nobody does.
+        answers: A trace whose evaluations are returned, one after the other, in place of evaluating.
+        evaluate: The loss is evaluated on a few rows after the second batch, whatever the script does.
+        still: Dropout layers drop nothing.
+    """
+
+    folder: str
+    batches: int
+    keep: tuple[int, ...] = ()
+    kill: int | None = None
+    answers: str | None = None
+    evaluate: bool = False
+    still: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +57,7 @@ class LaunchPlan:
             it. None when the launcher made none (several machines).
         overrides: Keywords of `Run` given on the command line; their origin is "flag".
         attempt: How often this job was started before; a restarted job never starts a run over.
+        trial: What `evener verify` wants to see; None in every other job.
     """
 
     run_id: str
@@ -41,6 +65,7 @@ class LaunchPlan:
     store: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 0
+    trial: Trial | None = None
 
     def to_json(self) -> str:
         values = {
@@ -50,6 +75,7 @@ class LaunchPlan:
             "store": self.store,
             "overrides": dict(self.overrides),
             "attempt": self.attempt,
+            "trial": None if self.trial is None else asdict(self.trial),
         }
         return json.dumps(values)
 
@@ -110,4 +136,9 @@ def _parse(text: str, where: str) -> LaunchPlan:
     attempt = values.get("attempt", 0)
     if isinstance(attempt, bool) or not isinstance(attempt, int) or attempt < 0:
         raise broken(f"attempt is {attempt!r}, not a count")
-    return LaunchPlan(run_id=run_id, device=device, store=store, overrides=overrides, attempt=attempt)
+    try:
+        asked = values.get("trial")
+        trial = None if asked is None else Trial(**{**asked, "keep": tuple(asked.get("keep", ()))})
+    except (TypeError, AttributeError) as error:
+        raise broken(f"trial: {error}") from error
+    return LaunchPlan(run_id=run_id, device=device, store=store, overrides=overrides, attempt=attempt, trial=trial)

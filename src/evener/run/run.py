@@ -42,6 +42,7 @@ from evener.run.profile import Profile
 from evener.run.resume import FINISHED, identity, mark_from, marks_of
 from evener.run.saving import Saving
 from evener.run.stop import Stopped, stop_signals
+from evener.run.trial import Watch
 from evener.run.words import contract_of, in_words, schedule_lines
 
 _PREPARE = 3  # a stream of randomness of its own, apart from the model's
@@ -103,7 +104,7 @@ class Run:
         self._attempt = plan.attempt if plan is not None else 0
         if plan is not None:
             # Overrides are for the script's first Run.
-            os.environ[VARIABLE] = replace(plan, overrides={}).to_json()
+            os.environ[VARIABLE] = replace(plan, overrides={}, trial=None).to_json()
         source = source_of(dataset, config.stream)
         self.device = devices.device(plan.device if plan else None)
         self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)
@@ -149,6 +150,7 @@ class Run:
         self._not_saved: CheckpointError | None = None  # why the newest checkpoint is not on the disk
         self.saving = Saving(config, self.engine, identity(config, self.engine, None if source.stream else source.rows))
         self._begin([*source.notes, *weight_notes])
+        self._watch = Watch(self, plan.trial) if plan is not None and plan.trial is not None else None
         self._closed = False
         # Not the bound method: a model and its optimizer would stay in memory until the process ends.
         self._at_exit = functools.partial(_close, weakref.ref(self))
@@ -383,6 +385,8 @@ class Run:
         )
         update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
         self._out.update(update, portion.rows, self._batches, self.total)
+        if self._watch is not None:
+            self._watch.stepped(batch, update)
         return update
 
     def stop(self, reason: str = "run.stop() was called") -> None:
@@ -472,10 +476,14 @@ class Run:
             for line in schedule_lines(self.engine, steps, self.feed.updates_in(0)):
                 self._out.console.say(line)
         self.saving.start(self.number)
+        if self._watch is not None:
+            self._watch.begin()
         try:
             with stop_signals(self._asked_by_signal):
                 yield from items
             self.engine.settle()
+            if self._watch is not None:
+                self._watch.finish()
             self._loop_ended, self._error_before = True, _uncaught()
             traced = self.profile.stop(self.path, self.rank)
             if traced:
@@ -503,6 +511,8 @@ class Run:
 
     def _between(self) -> None:
         """The loop asked for more: what was requested is done now, on all ranks alike."""
+        if self._watch is not None:
+            self._watch.between()
         stop, save = self.engine.agreed()
         if stop:
             self._save_and_stop()
@@ -583,6 +593,8 @@ class Run:
         if metric_fn is not None:
             check_function("metric_fn", metric_fn, "metric_fn(model, batch)")
         self._can_compute(model)
+        if self._watch is not None and (known := self._watch.answer()) is not None:
+            return known
         began = time.perf_counter()
         means, rows = evaluate(
             self.engine.model if model is None else model,
@@ -602,6 +614,8 @@ class Run:
         )
         self._out.folder.event("evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=_since(began))
         self.log({f"evaluate/{name}": value for name, value in means.items()})
+        if self._watch is not None:
+            self._watch.evaluated(means)
         return means
 
     def predict(
