@@ -23,15 +23,9 @@ from evener.doctor.seen import LEVELS, Faults, Finding, findings, page, texts
 __all__ = ["CHECKS", "LEVELS", "NEED_TORCH", "OF_ALL_HOSTS", "Facts", "Finding", "TorchChild", "document", "examine"]
 __all__ += ["examine_hosts", "page", "texts", "worst"]
 
-
-def _function(name: str) -> Callable[[Facts], Faults]:
-    """The function of a check bears its name, in one of the three files."""
-    word = name.replace("-", "_")
-    found: Callable[[Facts], Faults] = next(getattr(file, word) for file in (gpu, host, network) if hasattr(file, word))
-    return found
-
-
-CHECKS = {name: _function(name) for name in texts()}
+# The function of a check bears its name, in one of the three files.
+_FUNCTIONS: dict[str, Callable[[Facts], Faults]] = vars(gpu) | vars(host) | vars(network)
+CHECKS = {name: _FUNCTIONS[name.replace("-", "_")] for name in texts()}
 NEED_TORCH = {"torch-cuda", "arch-list", "collective"}
 OF_ALL_HOSTS = tuple(CHECKS)[24:35]  # hostname to directory: what --nodes is about
 COMPARE = {"duplicate-names", "ports", "mtu", "clock", "versions"}
@@ -70,21 +64,20 @@ class TorchChild:
     """
 
     def __init__(self, python: str, environ: Mapping[str, str], *, gpus: int = 0) -> None:
-        self.path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "measure", "health.py")
-        self.gpus, self.began = gpus, time.monotonic()
+        self.words = [str(resources.files("evener").joinpath("measure", "health.py")), str(gpus)]
+        self.began, argv, pipe, none = (
+            time.monotonic(),
+            [python, "-P", *self.words],
+            subprocess.PIPE,
+            subprocess.DEVNULL,
+        )
         self.process = subprocess.Popen(
-            [python, "-P", self.path, str(gpus)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-            env=dict(environ),
-            text=True,
-            start_new_session=True,
+            argv, stdin=none, stdout=pipe, stderr=none, env=dict(environ), text=True, start_new_session=True
         )
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """What it says; {"stage", "ended"} besides when it died, or did not come to its end within `seconds`."""
-        told: dict[str, Any] = {"child": f"{self.path} {self.gpus}"}
+        told: dict[str, Any] = {"child": " ".join(self.words)}
         try:
             output, _ = self.process.communicate(timeout=max(0.0, self.began + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:

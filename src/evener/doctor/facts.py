@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -123,8 +125,7 @@ def gather(environ: Mapping[str, str], *, root: str = "/", directory: str = "run
         "python": sys.executable,
         "environ": {name: value for name, value in environ.items() if _SETTINGS.match(name)},
         "packages": _packages(),
-        "commit": (_output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "").strip()
-        or None,
+        "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
         "kernel_driver": _found(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", at / "proc/driver/nvidia/version"),
         "nvml_library": _nvml_library(at, environ.get("LD_LIBRARY_PATH", "") if real else ""),
         "device_files": sorted(path.name for path in at.glob("dev/nvidia[0-9]*")),
@@ -177,7 +178,7 @@ def _limits(at: Path, name: str) -> tuple[float | None, float | None]:
 def _packages() -> dict[str, str]:
     from importlib import metadata
 
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    found = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
@@ -190,7 +191,7 @@ def _output(*argv: str, seconds: float = 2.0) -> str | None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=seconds, check=True)
-        return done.stdout
+        return done.stdout.strip()
     return None
 
 
@@ -218,13 +219,13 @@ def _acs_bridges() -> list[str] | None:
     return re.findall(r"^(\S+) (?:(?!\n\S)[\s\S])*?ACSCtl:\s*SrcValid\+", text, re.MULTILINE)
 
 
-def within(seconds: float, look: Callable[[], T]) -> tuple[T | None, float]:
+def within(seconds: float, look: Callable[..., T], *words: object) -> tuple[T | None, float]:
     """(the answer or None, seconds that it took): a name server that does not answer must not hold the doctor up."""
     answer: list[T] = []
 
     def ask() -> None:
         with contextlib.suppress(OSError):
-            answer.append(look())
+            answer.append(look(*words))
 
     began = time.monotonic()
     thread = threading.Thread(target=ask, daemon=True)
@@ -234,16 +235,13 @@ def within(seconds: float, look: Callable[[], T]) -> tuple[T | None, float]:
 
 
 def _own_addresses(name: str) -> list[str] | None:
-    answer, _ = within(_TOO_SLOW_SECONDS, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    answer, _ = within(_TOO_SLOW_SECONDS, socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)
     return sorted({str(one[4][0]) for one in answer}) if answer else None
 
 
 def reverse_dns(addresses: list[str]) -> dict[str, float]:
     """Seconds that the name behind each address takes; no more than 3 are waited."""
-    return {
-        one: within(_TOO_SLOW_SECONDS, lambda one=one: socket.getnameinfo((one, 0), 0))[1]  # type: ignore[misc]
-        for one in addresses
-    }
+    return {one: within(_TOO_SLOW_SECONDS, socket.getnameinfo, (one, 0), 0)[1] for one in addresses}
 
 
 def _interfaces() -> list[dict[str, Any]]:
@@ -286,23 +284,15 @@ def look_at_directory(path: str) -> dict[str, Any]:
     place = Path(path).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    facts: dict[str, Any] = {
-        "path": str(Path(path).absolute()),
-        "place": str(place),
-        "reason": "",
-        "fsync_seconds": None,
-    }
+    facts: dict[str, Any] = {"path": str(Path(path).absolute()), "place": str(place), "reason": ""}
     try:
         disk = os.statvfs(place)
         facts |= {"free_bytes": disk.f_frsize * disk.f_bavail, "filesystem": leases.file_system(str(place))}
-        probe = place / f".evener-doctor-{os.getpid()}"
-        with open(probe, "wb") as file:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".evener-doctor-", buffering=0) as file:
             began = time.monotonic()
             file.write(bytes(1 << 20))
-            file.flush()
             os.fsync(file.fileno())
             facts["fsync_seconds"] = round(time.monotonic() - began, 4)
-        probe.unlink()
     except OSError as error:
         facts["reason"] = error.strerror or str(error)
     return facts

@@ -55,11 +55,11 @@ def uuids(gpus: Iterable[Gpu]) -> str:
 
 
 def driver_match(f: Facts) -> Faults:
-    kernel, library, trouble = f.kernel_driver, f.nvml_library, f.gpus.trouble
-    if trouble is not None and trouble.kind == "mismatch":
-        yield error(f"kernel module {kernel or '?'}, library {library or '?'}: NVML says they do not match", "reboot")
-    elif kernel and library and kernel != library:
-        yield error(f"kernel module {kernel}, library {library}", "reboot")
+    kernel, library = f.kernel_driver, f.nvml_library
+    nvml_says = f.gpus.trouble is not None and f.gpus.trouble.kind == "mismatch"
+    if nvml_says or (kernel and library and kernel != library):
+        said = ": NVML says they do not match" * nvml_says
+        yield error(f"kernel module {kernel or '?'}, library {library or '?'}{said}", "reboot")
     if not (kernel and library) and not f.gpus.driver:
         raise Skipped("no NVIDIA driver here")
     return f"driver {f.gpus.driver or kernel}"
@@ -202,11 +202,10 @@ def hidden_memory(f: Facts) -> Faults:
 
 def mig(f: Facts) -> Faults:
     on = [gpu for gpu in used(f) if gpu.mig_enabled]
+    names = ", ".join(map(label, on))
     if on and f.ranks > 1:
-        yield error(
-            f"MIG is on for {', '.join(map(label, on))}, and {f.ranks} ranks are wanted", "one", index=on[0].index
-        )
-    return f"on for {', '.join(map(label, on))}: one process each" if on else "off"
+        yield error(f"MIG is on for {names}, and {f.ranks} ranks are wanted", "one", index=on[0].index)
+    return f"on for {names}: one process each" if on else "off"
 
 
 def compute_mode(f: Facts) -> Faults:
@@ -232,15 +231,13 @@ def throttling(f: Facts) -> Faults:
 
 def ecc(f: Facts) -> Faults:
     for gpu in well(f):
-        health = gpu.health
-        if health.ecc_uncorrected_errors:
-            yield error(
-                f"{label(gpu)}: {health.ecc_uncorrected_errors} uncorrected ECC errors", "drain", index=gpu.index
-            )
-        if health.remapped_rows_failed:
-            yield error(f"{label(gpu)}: a row could not be remapped", "drain", index=gpu.index)
-        elif health.remapped_rows_pending:
-            yield warning(f"{label(gpu)}: a remapped row waits for a reset", "reset", index=gpu.index)
+        name, index, h = label(gpu), gpu.index, gpu.health
+        if h.ecc_uncorrected_errors:
+            yield error(f"{name}: {h.ecc_uncorrected_errors} uncorrected ECC errors", "drain", index=index)
+        if h.remapped_rows_failed:
+            yield error(f"{name}: a row could not be remapped", "drain", index=index)
+        elif h.remapped_rows_pending:
+            yield warning(f"{name}: a remapped row waits for a reset", "reset", index=index)
     return told([gpu.health.ecc_uncorrected_errors for gpu in well(f)], "no uncorrected error")
 
 
@@ -270,9 +267,8 @@ def topology(f: Facts) -> Faults:
             found = f"of {len(gpus)} visible GPUs some are on the other socket, and {count} ranks fit on one side"
             yield warning(found, "set", better=uuids(near), count=count)
             break
-    longest = max(
-        (link.path for link in pairs.values() if link and link.path), key=list(PATHS.values()).index, default=None
-    )
+    paths = [link.path for link in pairs.values() if link and link.path]
+    longest = max(paths, key=list(PATHS.values()).index, default=None)
     linked = " with NVLink" * all(link is not None and bool(link.nvlinks) for link in pairs.values())
     return told([longest], f"{len(gpus)} GPUs{linked}, the longest way: {longest}")
 
@@ -297,10 +293,10 @@ def numa(f: Facts) -> Faults:
         raise Skipped("one NUMA node, or no GPU of a known one")
     here = [int(node) for node, usable in f.node_cpus.items() if usable]
     words = ", ".join(map(str, here)) or "none"
-    for index, node in nodes.items():
-        if node not in here:
-            found = f"GPU {index} is on node {node}, this process on {words}"
-            yield warning(found, "bind", index=index, here=words, there=node)
+    for index, there in nodes.items():
+        if there not in here:
+            found = f"GPU {index} is on node {there}, this process on {words}"
+            yield warning(found, "bind", index=index, here=words, there=there)
     return ", ".join(f"GPU {index} on node {node}" for index, node in nodes.items())
 
 
