@@ -32,7 +32,7 @@ usage: evener <verb> [options]
   evener --version
 
 examples:
-  evener run train.py --lr 0.1              one process per visible GPU
+  evener run train.py --lr 0.1              one process per idle GPU, under a lease
   evener run --nproc 2 --cpu train.py       two processes on the CPU
 """
 
