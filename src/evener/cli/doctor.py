@@ -10,11 +10,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from evener.cli.run import Parser
 from evener.cli.top import seconds
 from evener.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from evener.doctor import Facts, Finding
 
 EXAMPLES = """\
 examples:
@@ -62,9 +65,9 @@ def parser() -> Parser:
 
 
 def _count(word: str) -> int:
-    if not word.isdigit():
-        raise argparse.ArgumentTypeError(f"{word} is not a number")
-    return int(word)
+    if word.isdigit():
+        return int(word)
+    raise argparse.ArgumentTypeError(f"{word} is not a number")
 
 
 def main(argv: list[str]) -> int:
@@ -79,16 +82,20 @@ def main(argv: list[str]) -> int:
         for name, text in doctor.texts().items():
             print(f"{text['number']:>2}  {name:<16} {text['title']}")
         return 0
+    wanted = [name.strip() for words in given.only for name in words.split(",") if name.strip()]
+    for name in [*wanted, *([] if given.explain is None else [given.explain])]:
+        if name not in doctor.CHECKS:
+            close = nearest(name, doctor.CHECKS)
+            raise UsageError(f"{name!r} is not a check.", fix=[*([close] if close else []), "evener doctor --list"])
     if given.explain is not None:
-        print(doctor.page(_known(given.explain)))
+        print(doctor.page(given.explain))
         return 0
-    names = [_known(name.strip()) for words in given.only for name in words.split(",") if name.strip()]
     if given.nodes is not None:
-        return _all_hosts(given, names)
-    names = names or list(doctor.CHECKS)
-    if doctor.NEED_TORCH & set(names):
+        return _all_hosts(given, wanted)
+    names = wanted or list(doctor.CHECKS)
+    if torch := bool(doctor.NEED_TORCH & set(names)):
         names.append("torch-cuda")  # which says what became of the child
-    facts = _recorded(given.recorded) if given.recorded else _look(given, torch=bool(doctor.NEED_TORCH & set(names)))
+    facts = _recorded(given.recorded) if given.recorded else _look(given, torch=torch)
     if given.record:
         try:
             with open(given.record, "w", encoding="utf-8") as file:
@@ -96,20 +103,10 @@ def main(argv: list[str]) -> int:
         except OSError as error:
             raise UsageError(f"{given.record} cannot be written: {error.strerror}.", fix=["--record FILE"]) from None
     findings = doctor.examine(facts, [name for name in doctor.CHECKS if name in names])
-    _show(given, facts.hostname, findings)
-    return 1 if doctor.worst(findings) == "error" else 0
+    return _show(given, facts.hostname, findings)
 
 
-def _known(name: str) -> str:
-    from evener.doctor import CHECKS
-
-    if name in CHECKS:
-        return name
-    close = nearest(name, CHECKS)
-    raise UsageError(f"{name!r} is not a check.", fix=[*([close] if close else []), "evener doctor --list"])
-
-
-def _recorded(path: str) -> Any:
+def _recorded(path: str) -> Facts:
     from evener.doctor import Facts
 
     try:
@@ -119,7 +116,7 @@ def _recorded(path: str) -> Any:
         raise UsageError(f"{path} cannot be read.", evidence=[str(error)], fix=["--from FILE, of --record"]) from None
 
 
-def _look(given: argparse.Namespace, *, torch: bool) -> Any:
+def _look(given: argparse.Namespace, *, torch: bool) -> Facts:
     """This machine's facts; torch's child process works meanwhile."""
     from evener import doctor
     from evener.doctor import facts
@@ -161,46 +158,40 @@ def _all_hosts(given: argparse.Namespace, names: list[str]) -> int:
     from evener.doctor import nodes
 
     who = nodes.members(given.nodes, given.head, os.environ)
-    names = names or list(doctor.OF_ALL_HOSTS)
     if alone := [name for name in names if name not in doctor.OF_ALL_HOSTS]:
-        raise UsageError(
-            f"--nodes does not run {', '.join(alone)}.", fix=[f"it runs: {', '.join(doctor.OF_ALL_HOSTS)}"]
-        )
-    facts, seconds = _look(given, torch=False), given.timeout or 30.0
-    if not who.is_head(facts):
-        level, line = nodes.follow(who, facts, seconds)
+        fix = f"it runs: {', '.join(doctor.OF_ALL_HOSTS)}"
+        raise UsageError(f"--nodes does not run {', '.join(alone)}.", fix=[fix])
+    here, seconds = _look(given, torch=False), given.timeout or 30.0
+    if not who.is_head(here):
+        level, line = nodes.follow(who, here, seconds)
         print(f"evener doctor: {line}", file=sys.stderr)
-        return 1 if level == "error" else 0
-    levels: list[str] = []
-
-    def judge(every: Any) -> str:
-        findings = doctor.examine_hosts(every, names)
-        _show(given, f"{len(every.hosts['hosts'])} of {who.count} hosts", findings)
-        levels.append(doctor.worst(findings))
-        return levels[0]
-
-    nodes.lead(who, facts, seconds, judge)
-    return 1 if levels[0] == "error" else 0
+        return int(level == "error")
+    with nodes.lead(who, here, seconds) as (facts, tell):
+        assert facts.hosts is not None
+        findings = doctor.examine_hosts(facts, names or doctor.OF_ALL_HOSTS)
+        code = _show(given, f"{len(facts.hosts['hosts'])} of {who.count} hosts", findings)
+        tell(doctor.worst(findings))
+    return code
 
 
-def _show(given: argparse.Namespace, where: str, findings: Sequence[Any]) -> None:
-    if given.json:
-        print(json.dumps({"findings": [dataclasses.asdict(one) for one in findings]}, indent=1))
-        return
+def _show(given: argparse.Namespace, where: str, findings: Sequence[Finding]) -> int:
+    """Prints the findings; the exit code."""
     from evener.doctor import LEVELS
     from evener.report.text import clean
 
-    width = min(120, shutil.get_terminal_size().columns)
     count = {level: sum(one.level == level for one in findings) for level in LEVELS}
-    words = [
-        f"{number} {level}{'s' * (number > 1 and level in LEVELS[:2])}" for level, number in count.items() if number
-    ]
-    print(f"evener doctor: {where}: {', '.join(words)}")
+    if given.json:
+        print(json.dumps({"findings": [dataclasses.asdict(one) for one in findings]}, indent=1))
+        return int(count["error"] > 0)
 
-    def block(head: str, text: str) -> None:
-        indent = " " * 10
-        print(textwrap.fill(clean(text), width, initial_indent=f"{head:<10}", subsequent_indent=indent, **_WHOLE))
+    def block(head: str, text: str | None) -> None:
+        text, whole = f"{head:<10}{clean(text or '')}", {"break_long_words": False, "break_on_hyphens": False}
+        print(textwrap.fill(text, width, subsequent_indent=" " * 10, **whole))  # type: ignore[arg-type]
 
+    width = min(120, shutil.get_terminal_size().columns)
+    many = {level: "s" * (number > 1 and level in ("error", "warning")) for level, number in count.items()}
+    words = ", ".join(f"{number} {level}{many[level]}" for level, number in count.items() if number)
+    print(f"evener doctor: {where}: {words}")
     for one in findings:
         if one.level in ("error", "warning"):
             print()
@@ -210,11 +201,9 @@ def _show(given: argparse.Namespace, where: str, findings: Sequence[Any]) -> Non
     print()
     for level in ("unknown", "ok", "skipped"):
         of = [one for one in findings if one.level == level]
-        if given.all or (level == "unknown" and of):
+        if given.all or level == "unknown":
             for one in of:
                 block(level, f"{one.check}: {one.found}")
         elif of:
             block(level, ", ".join(dict.fromkeys(one.check for one in of)))
-
-
-_WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return int(count["error"] > 0)

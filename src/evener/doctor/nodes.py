@@ -131,8 +131,9 @@ def _unreachable(peers: Mapping[str, tuple[str, int]]) -> list[str]:
     return found
 
 
-def lead(who: Members, facts: Facts, seconds: float, judge: Callable[[Facts], str]) -> None:
-    """The head's part. `judge` gets the facts of all hosts, reports, and returns the worst level."""
+@contextlib.contextmanager
+def lead(who: Members, facts: Facts, seconds: float) -> Iterator[tuple[Facts, Callable[[str], None]]]:
+    """The head's part: (the facts, with those of all hosts; what tells the hosts the worst level of the report)."""
     here = next((one for one in addresses(who.head) if not one.startswith("127.")), facts.address)
     try:
         server = socket.create_server((here, who.port), backlog=max(128, who.count))
@@ -144,6 +145,11 @@ def lead(who: Members, facts: Facts, seconds: float, judge: Callable[[Facts], st
     threading.Thread(target=follow, args=itself, daemon=True).start()
     lines: dict[str, _Line] = {}
     hosts: dict[str, Any] = {}
+
+    def send(name: str, **values: Any) -> None:
+        with contextlib.suppress(OSError):  # it went away: `receive` says so
+            lines[name].send(**values)
+
     deadline = time.monotonic() + seconds
     with server:
         while len(hosts) < who.count and (left := deadline - time.monotonic()) > 0:
@@ -162,24 +168,24 @@ def lead(who: Members, facts: Facts, seconds: float, judge: Callable[[Facts], st
                 name = name if name not in hosts else f"{name} ({address})"
                 at = {"address": address, "port": int(hello["port"]), "clock_seconds": round(offset, 4)}
                 lines[name], hosts[name] = line, {"facts": seen, **at}
-        with _token((facts.directory or {}).get("place")) as token:
-            for name, line in lines.items():
-                peers = {peer: (one["address"], one["port"]) for peer, one in hosts.items() if peer != name}
-                with contextlib.suppress(OSError):
-                    line.send(peers=peers, token=token)
-            for name, line in lines.items():
-                try:
-                    told = line.receive(_ANSWER_SECONDS)
-                    hosts[name] |= {key: told[key] for key in ("unreachable", "sees_token")}
-                    hosts[name]["facts"]["reverse_dns_seconds"] = told["reverse_dns_seconds"]
-                except (OSError, KeyError):
-                    hosts[name]["unreachable"] = ["the head, after its first word"]
-        hosts = dict(sorted(hosts.items(), key=lambda item: item[1]["address"] != here))
-        every = {"head": f"{who.head} ({here}:{who.port})", "seconds": seconds, "missing": _missing(who, hosts)}
-        worst = judge(dataclasses.replace(facts, hosts=every | {"hosts": hosts}))
-        for line in lines.values():
-            with contextlib.suppress(OSError):
-                line.send(worst=worst, head=facts.hostname)
+    with _token((facts.directory or {}).get("place")) as token:
+        for name in hosts:
+            send(name, peers={to: (at["address"], at["port"]) for to, at in hosts.items() if to != name}, token=token)
+        for name, host in hosts.items():
+            try:
+                told = lines[name].receive(_ANSWER_SECONDS)
+                host |= {key: told[key] for key in ("unreachable", "sees_token")}
+                host["facts"]["reverse_dns_seconds"] = told["reverse_dns_seconds"]
+            except (OSError, KeyError):
+                host["unreachable"] = ["the head, after its first word"]
+    hosts = dict(sorted(hosts.items(), key=lambda item: item[1]["address"] != here))
+    every = {"head": f"{who.head} ({here}:{who.port})", "seconds": seconds, "missing": _missing(who, hosts)}
+
+    def tell(worst: str) -> None:
+        for name in hosts:
+            send(name, worst=worst, head=facts.hostname)
+
+    yield dataclasses.replace(facts, hosts=every | {"hosts": hosts}), tell
 
 
 def _missing(who: Members, hosts: Mapping[str, Any]) -> list[str]:
