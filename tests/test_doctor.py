@@ -96,11 +96,13 @@ def test_a_name_server_that_does_not_answer_does_not_hold_the_doctor_up():
     assert answer is None and 0.2 <= seconds < 2
 
 
-def test_a_directory_is_tried_at_its_nearest_folder_and_nothing_stays(tmp_path):
+def test_a_directory_is_tried_at_its_nearest_folder_and_nothing_stays(tmp_path, monkeypatch):
     seen = facts.look_at_directory(str(tmp_path / "new" / "runs"))
     assert seen["reason"] == "" and seen["free_bytes"] > 0 and seen["fsync_seconds"] >= 0
     (tmp_path / "file").write_text("")
     assert facts.look_at_directory(str(tmp_path / "file"))["reason"] == "Not a directory"
+    monkeypatch.setattr("os.fsync", lambda descriptor: os.pread(-1, 1, 0))  # a disk that fills up meanwhile, say
+    assert facts.look_at_directory(str(tmp_path))["reason"] == "Bad file descriptor"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -126,6 +128,7 @@ def test_a_child_that_dies_or_hangs_is_a_finding(tmp_path, script, check, found)
     assert seen.level == "error" and found in seen.found, seen
 
 
+@pytest.mark.full
 def test_torch_answers_and_reduces_rightly_here():
     """The real child: import, gloo over loopback on two forked ranks, known sums."""
     answer = TorchChild(sys.executable, os.environ).answer(120)
@@ -230,6 +233,8 @@ def test_the_gpus_of_a_real_nvml_client_are_judged(tmp_path):
     assert done.returncode == 1, done.stderr
     findings = json.loads(done.stdout)["findings"]
     assert {one["check"] for one in findings} == set(doctor.CHECKS)
+    (sums,) = (one for one in findings if one["check"] == "collective")
+    assert sums["level"] == "ok" and "gloo on 2 ranks" in sums["found"]
     wrong = {one["check"]: one for one in findings if one["level"] in ("error", "warning")}
     for check, words in {
         "lost-gpu": "GPU 7",

@@ -251,7 +251,8 @@ def test_a_bar_that_fits_80_columns_and_leaves_its_last_numbers():
 def test_a_narrow_terminal_keeps_the_counts_and_the_time():
     written = on_terminal(LOOP.replace("BODY", ""), columns=40)
     assert all(len(bar) < 40 for bar in drawn(written))
-    assert re.match(r"\d+/30 [━╸╺]{8,} +\d+% · [\d.]+ s left$", drawn(written)[1])
+    # On a slow machine the time may take one character less, and the rate fits.
+    assert re.match(r"\d+/30 [━╸╺]{8,} +\d+% · (lr 1e-3 · )?[\d.]+ s left$", drawn(written)[1])
 
 
 def test_prints_and_half_lines_of_the_user_stay_whole():

@@ -90,6 +90,7 @@ def test_a_slow_dataset_is_named_on_a_real_run_of_two_ranks(tmp_path):
 
 
 @linux
+@pytest.mark.full
 def test_a_script_without_run_is_listed_and_not_judged(tmp_path):
     script = tmp_path / "plain.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
@@ -164,6 +165,12 @@ def test_a_pulse_divides_the_time_between_waiting_step_and_body(tmp_path):
     assert 0.3 < pulse.share() < 0.7 and pulse.share() == 0.0
     pulse.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_without_run_is_listed_without_a_word_about_its_time():
+    head, *ranks = run_lines(Running("plain", None, "/logs/plain", "alice", ranks=(Rank(0, 7), Rank(1, 8))), str)
+    assert head == "plain  alice  /logs/plain (no evener.Run in it: no steps are measured)"
+    assert len(ranks) == 2 and "rank 1" in ranks[1] and "pid 8" in ranks[1] and "no time measured" in ranks[1]
 
 
 def test_a_pulse_that_cannot_be_written_ends_no_training(tmp_path):
