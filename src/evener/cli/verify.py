@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.run import Parser, split, to_request
+from evener.cli.run import parser as run_parser
 from evener.errors import LaunchError, UsageError, one_of
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ def main(argv: list[str]) -> int:
     from evener.verify.proof import GROUPS, Proof
     from evener.verify.start import Starter
 
-    as_run = {"nproc": None, "cpu": True, "no_numa": True, "log_dir": "logs", "tee": "none"}
-    request = to_request(argparse.Namespace(module=given.module, set=given.set, **as_run), target)
+    # As `evener run --cpu` would be asked: whatever options that has got, with its defaults.
+    asked = ["--cpu", *(f"--set={word}" for word in given.set), *(["-m", given.module] if given.module else [])]
+    request = to_request(run_parser().parse_args(asked), target)
     only = tuple(one_of("--only", word, GROUPS) for word in given.only.split(",")) if given.only else GROUPS
     (updates,), (seconds,) = _numbers("--updates", given.updates), _numbers("--timeout", given.timeout)
     worlds = tuple(dict.fromkeys(_numbers("--nproc", given.nproc, many=True)))
