@@ -55,9 +55,7 @@ def parser() -> Parser:
     add("--dir", metavar="DIR", default="runs", help="where checkpoints will go (default: runs)")
     add("--nodes", metavar="HOSTS", nargs="?", const="auto", help="the network checks on all hosts: host1,host2 or N")
     add("--head", metavar="HOST[:PORT]", help="with --nodes: who collects (default: the first host, port 29477)")
-    add(
-        "--timeout", metavar="SECONDS", type=seconds, help="for the other hosts (30), or for torch's child process (12)"
-    )
+    add("--timeout", metavar="SECONDS", type=seconds, help="for the other hosts (30), or for torch's child (12)")
     add("--record", metavar="FILE", help="write what was seen as JSON")
     add("--from", metavar="FILE", dest="recorded", help="judge a recorded machine instead of this one")
     add("--root", metavar="DIR", default="/", help="where /proc, /sys, /etc and /dev are read (default: /)")

@@ -85,16 +85,15 @@ class _TensorBoardFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._good = 0  # bytes of whole records
-        self._append([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, numbers: Mapping[str, float], step: int) -> None:
         values = [self._summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._append([self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))])
+        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
-    def _append(self, events: list[Any]) -> None:
+    def _append(self, event: Any) -> None:
         buffer = io.BytesIO()
-        for event in events:
-            self._record_writer(buffer).write(event.SerializeToString())
+        self._record_writer(buffer).write(event.SerializeToString())
         # A reader stops at a torn record for good: what a full disk cut short is taken back before the next one.
         if os.fstat(self._descriptor).st_size != self._good:
             os.ftruncate(self._descriptor, self._good)

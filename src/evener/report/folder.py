@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import itertools
 import json
 import os
@@ -136,6 +137,20 @@ def write_json(path: Path, value: object) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def read_json(folder: str | os.PathLike[str], names: str, *keys: str) -> list[dict[str, Any]]:
+    """The JSON objects in the files of `folder` that `names` (a pattern) fits and that have these keys.
+
+    A file that cannot be read, or is being written, has none.
+    """
+    found = []
+    for path in glob.glob(os.path.join(glob.escape(os.fspath(folder)), names)):
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+            value = json.load(file)
+            if isinstance(value, dict) and set(keys) <= set(value):
+                found.append(value)
+    return found
 
 
 def in_use(path: Path) -> bool:

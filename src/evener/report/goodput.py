@@ -7,13 +7,13 @@ that was asked for nothing is made twice, and the pause until the next start is 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evener.report.events import read_events
+from evener.report.folder import read_json
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,7 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput | None:
 
 def newest_update(folder: Path) -> int | None:
     """The number of the newest update that left a trace in a run directory; each rank leaves one a second."""
-    numbers = []
-    for path in folder.glob("pulse-rank*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            numbers.append(int(json.loads(path.read_text(encoding="ascii"))["update"]))
+    numbers = [int(one["update"]) for one in read_json(folder, "pulse-rank*.json", "update")]
     with contextlib.suppress(OSError):
         for event in read_events(folder / "events.jsonl"):
             if event.get("kind") == "update" and isinstance(event.get("update"), int):

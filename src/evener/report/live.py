@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from evener.report.folder import read_json
 from evener.report.text import clean, format_number, format_seconds
 
 WAITS, BODY = 0.10, 0.25  # parts of an update's time from which they are worth a word
@@ -135,10 +136,9 @@ class Watcher:
         self.stories = {path: self.stories.get(path) or Story(path) for path in sorted(writers)}
         found: list[Running] = []
         for path, story in self.stories.items():
-            job = next((job for job in jobs if writers[path] in job["pids"].values()), None)
-            if job is not None:
-                jobs.remove(job)
-            name, logs = (job["name"], job["logs"]) if job else (os.path.basename(path), None)
+            of = [job for job in jobs if writers[path] in job["pids"].values()]
+            jobs = [job for job in jobs if job not in of]
+            name, logs = (of[0]["name"], of[0]["logs"]) if of else (os.path.basename(path), None)
             ranks = _measured(path, processes) or (_rank(0, writers[path], processes),)
             user, said = _user(processes[writers[path]]), verdict(ranks, self.usable_cpus, self.gpu_index)
             found.append(Running(name, path, logs, user, ranks=ranks, verdict=said, **story.facts(ranks[0])))
@@ -152,17 +152,6 @@ class Watcher:
 # --- finding them -----------------------------------------------------------------------------------------------------
 
 
-def _json(folder: str, names: str, *keys: str) -> list[dict[str, Any]]:
-    """The JSON objects in files of these names that have these keys; a file that is being written has none."""
-    found = []
-    for path in glob.glob(os.path.join(glob.escape(folder), names)):
-        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-            value = json.load(file)
-            if isinstance(value, dict) and set(keys) <= set(value):
-                found.append(value)
-    return found
-
-
 def _jobs(processes: Mapping[int, Any]) -> list[dict[str, Any]]:
     """Jobs of `evener run`: name, logs, and the process id of every rank."""
     found: dict[str, dict[str, Any]] = {}
@@ -171,9 +160,9 @@ def _jobs(processes: Mapping[int, Any]) -> list[dict[str, Any]]:
         at = next((i for i, word in enumerate(words) if word.endswith("evener/launch/shim.py")), len(words))
         if at + 1 < len(words) and "torch.distributed.run" not in words and words[at + 1] not in found:
             folder, name = os.path.split(words[at + 1])
-            for plan in _json(folder, glob.escape(name), "logs"):
+            for plan in read_json(folder, glob.escape(name), "logs"):
                 logs = str(plan["logs"])
-                pids = {int(one["rank"]): int(one["pid"]) for one in _json(logs, "rank*.json", "rank", "pid")}
+                pids = {int(one["rank"]): int(one["pid"]) for one in read_json(logs, "rank*.json", "rank", "pid")}
                 found[words[at + 1]] = {"name": os.path.basename(logs), "logs": logs, "pids": pids}
     return list(found.values())
 
@@ -206,7 +195,7 @@ def _open_files(pid: int) -> Iterator[str]:
 def _measured(directory: str, processes: Mapping[int, Any]) -> tuple[Rank, ...]:
     """The ranks that live on this machine, as they measured themselves."""
     found, here = [], socket.gethostname()
-    for one in _json(directory, "pulse-rank*.json", "rank", "pid", "host", "seconds"):
+    for one in read_json(directory, "pulse-rank*.json", "rank", "pid", "host", "seconds"):
         if one["host"] != here or one["pid"] not in processes:
             continue
         seconds = max(one["seconds"], 1e-9)
