@@ -40,6 +40,7 @@ examples:
   evener run --nproc 4 -m mypackage.train --lr 0.1  a module, as with `python -m`
   evener run --set microbatch_size=8 train.py       override a keyword of the script's first evener.Run
   evener run --restarts 5 train.py                  go on after a crash, from the last checkpoint
+  evener run --debug=single train.py                find a fault: slowly, on one process first
   evener run --dry-run train.py                     print the command and the environment, start nothing
 """
 
@@ -100,6 +101,14 @@ def parser() -> Parser:
         default="0",
         help="after a failure start again from the last checkpoint, N times at most (default: 0)",
     )
+    add(
+        "--debug",
+        nargs="?",
+        const="all",
+        choices=("all", "single"),
+        help="slow, and says where a fault is: NaN traced, kernels waited for, collectives compared, NCCL's log kept; "
+        "--debug=single: on one process first",
+    )
     add("--dry-run", action="store_true", help="print what would be started, and start nothing")
     return options
 
@@ -139,6 +148,14 @@ def main(argv: list[str]) -> int:
         fix = ["run one process with `python script.py`"]
         raise LaunchError("`evener run` starts processes on Linux and macOS only.", fix=fix)
     with lease if lease is not None else contextlib.nullcontext():
+        if given.debug == "single" and launch.nproc > 1:
+            one = dataclasses.replace(request, nproc=1)
+            alone = command.decide(one, machine.look(gpus), os.environ, run_id=f"{run_id}-single", cwd=os.getcwd())
+            code = carry_out(alone, lambda attempt: alone, 0)
+            if code != 0:
+                print("evener: it fails on one process already: the others add nothing", file=sys.stderr)
+                return code
+            print(f"evener: one process ran to its end; now {launch.nproc}", file=sys.stderr)
         return carry_out(launch, launch_of, restarts)
 
 
@@ -217,6 +234,7 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         bind=not given.no_numa,
         logs=given.log_dir,
         tee=given.tee,
+        debug=given.debug is not None,
         overrides=dict(to_override(word) for word in given.set),
     )
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evener.errors import DeviceError, UsageError
+from evener.launch import debug
 from evener.launch.machine import Machine
 from evener.plan.handed import VARIABLE, LaunchPlan
 
@@ -43,6 +44,7 @@ class Request:
     nproc: int | None = None  # None: one per chosen GPU, or one
     cpu: bool = False
     bind: bool = True  # ranks to the CPUs near their GPU
+    debug: bool = False  # slow, and says where a fault is
     logs: str = os.path.join("runs", "logs")
     tee: str = "rank0"
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class Launch:
     notes: tuple[str, ...] = ()
     cpus: tuple[tuple[int, ...], ...] = ()
     leased: tuple[int, ...] = ()
+    debug: bool = False
 
 
 def shim_path() -> str:
@@ -142,6 +145,9 @@ def decide(
             threads, how = near, f"{near} CPUs per rank on the smallest memory node"
         env["OMP_NUM_THREADS"] = str(max(1, threads))
         notes.append(f"OMP_NUM_THREADS={max(1, threads)} ({how})")
+    on_cpu = request.cpu or not machine.gpus.words
+    if request.debug:
+        env |= debug.environment(os.path.join(cwd, request.logs, run_id), environ, cpu=on_cpu)
     for name, value in (("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("GLOO_SOCKET_IFNAME", machine.loopback)):
         if name not in environ:
             env[name] = value
@@ -158,7 +164,8 @@ def decide(
             env,
             unset=tuple(sorted(name for name in environ if name.startswith("PET_"))),
         ),
-        notes=("; ".join(notes), *machine.gpus.notes),
+        notes=("; ".join(notes), *machine.gpus.notes, *([debug.note(environ, cpu=on_cpu)] if request.debug else [])),
+        debug=request.debug,
         cpus=cpus,
         leased=machine.gpus.leased,
     )

@@ -8,9 +8,9 @@ process that did not ask for it. The script then runs as `python SCRIPT ARGS` wo
 place for good, so classes of the script can be pickled and child processes of any start method find it, also while the
 interpreter shuts down.
 
-JOB.json: {"supervisor": pid, "logs": folder, "console": {"1": path, "2": path}, "cpus": [[0, 1], ...] or []}. The
-console paths are rank 0's: a terminal or a pipe of the supervisor for its descriptors 1 and 2. Every other rank writes
-both into its own log file. `cpus` are those that each rank is bound to.
+JOB.json: {"supervisor": pid, "logs": folder, "console": {"1": path, "2": path}, "cpus": [[0, 1], ...] or [], "debug"}.
+The console paths are rank 0's: a terminal or a pipe of the supervisor for its descriptors 1 and 2. Every other rank
+writes both into its own log file. `cpus` are those that each rank is bound to.
 
 The record is `rank<N>.json` in the log folder: {"rank", "pid", "started"} at the start, with "ended" added at the end.
 An uncaught exception is recorded as soon as it leaves the script, before exit handlers, thread joins and process-group
@@ -58,6 +58,8 @@ def main() -> None:
     record.write()  # from here on another rank may ask for the stack
     room = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # Python takes __file__ away before atexit
     atexit.register(let_go, room)  # the first to be registered is the last to be called
+    if job.get("debug"):
+        detect_anomalies()
     try:
         if module:
             run_module(target, args)
@@ -68,6 +70,14 @@ def main() -> None:
         as_if_uncaught(error)
         raise
     record.end("finished", 0)
+
+
+def detect_anomalies() -> None:
+    """The backward names the forward line of the first NaN (`evener run --debug`); without torch there is none."""
+    with contextlib.suppress(ImportError):
+        import torch
+
+        torch.autograd.set_detect_anomaly(True)
 
 
 def let_go(room: str) -> None:

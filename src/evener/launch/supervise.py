@@ -112,7 +112,7 @@ class _Supervisor:
 
     def _write_job(self) -> None:
         job = {"supervisor": os.getpid(), "logs": self.launch.logs, "console": self.console.paths()}
-        job["cpus"] = self.launch.cpus
+        job["cpus"], job["debug"] = self.launch.cpus, self.launch.debug
         for name, text in (("job.json", json.dumps(job)), ("plan.json", self.launch.plan.to_json())):
             with open(os.path.join(self.launch.private, name), "w", encoding="utf-8") as file:
                 file.write(text)
