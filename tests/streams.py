@@ -55,6 +55,14 @@ class WithState(Numbers):
         self.at = state["at"]
 
 
+class Anew(WithState):
+    """Begins anew whenever it is iterated, and knows where it is."""
+
+    def __iter__(self):
+        self.at = 0
+        yield from super().__iter__()
+
+
 class Mine(Numbers):
     """The rows of one rank: those from `rank` on in steps of `world`, and `less` of them missing at the end."""
 

@@ -174,11 +174,12 @@ def test_random_rows_differ_between_rows_epochs_and_seeds():
 
 def test_torch_and_numpy_which_share_a_generator_are_not_seeded_alike():
     before = rng.states()
-    rng.seed_all(mix(1, 2, 3))
-    # Both run MT19937, whose first state word is the 32-bit seed.
-    assert np.random.get_state()[1][0] != torch.initial_seed() % 2**32
-    before.restore()
-    assert rng.states().same(before)
+    with rng.kept():
+        rng.seed_all(mix(1, 2, 3))
+        # Both run MT19937, whose first state word is the 32-bit seed.
+        assert np.random.get_state()[1][0] != torch.initial_seed() % 2**32
+        assert not rng.same(rng.states(), before)
+    assert rng.same(rng.states(), before)
 
 
 def test_a_row_that_an_order_repeats_is_drawn_anew():

@@ -247,9 +247,9 @@ def train(folder, kind, stop_at=None, epochs=3, **keywords):
     ("kind", "first", "second", "workers"),
     [
         ("split", 1, 3, 0),
-        ("split", 3, 1, 0),
-        ("split", 2, 2, 1),  # starting a data worker takes seconds: once is enough
-        ("split with state", 1, 4, 0),
+        pytest.param("split", 3, 1, 0, marks=pytest.mark.full),
+        pytest.param("split", 2, 2, 1, marks=pytest.mark.full),  # starting a data worker takes seconds
+        pytest.param("split with state", 1, 4, 0, marks=pytest.mark.full),
         ("split with state", 3, 1, 0),
     ],
 )
@@ -499,6 +499,26 @@ def test_a_stream_that_does_not_go_back_to_where_it_was_is_noticed(make):
 def test_a_stream_that_stays_where_it_was_loaded_is_noticed():
     text, _ = go_back(streams.Forgets, exact=False)
     assert "the stream begins epoch 1 in the middle: where its load_state_dict had put epoch 0" in text
+
+
+@pytest.mark.parametrize("make", [streams.WithState, streams.Anew])
+def test_a_second_run_on_a_stream_that_the_first_left_in_the_middle_says_so(tmp_path, capsys, make):
+    def run_on(data, name, updates):
+        model = seeded(lambda: torch.nn.Linear(4, 3))
+        with evener.Run(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, data, global_batch_size=8, stream="split",
+            precision="fp32", dir=tmp_path / name, save_every=None, resume="never",
+        ) as run:  # fmt: skip
+            rows = [update.rows for update in run.updates(updates=updates)]
+        return rows, f"warning: epoch 0 of the {make.__name__} (rank 0) begins in another" in capsys.readouterr().out
+
+    data, whole = make(30), [8, 8, 8, 6]
+    assert run_on(data, "one", 4) == (whole, False) and run_on(data, "two", 5) == ([*whole, 8], False)
+    if make is streams.WithState:  # it begins at its tenth row: one was read ahead
+        assert run_on(data, "three", 4) == ([8, 8, 5, 8], True)
+        data.at = 0
+    assert run_on(data, "four", 4) == (whole, False)
+    assert run_on(make(30), "five", 4) == (whole, False)
 
 
 def test_a_stream_that_got_shorter_is_noticed():

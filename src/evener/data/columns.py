@@ -16,10 +16,8 @@ class Columns:
     """Equally long tensors, read together.
 
     Args:
-        tensors: The columns, each [rows, ...], any dtype, on any device.
-        batch: Makes the batch from the gathered columns.
-        row: Makes one row from the columns' entries.
-        names: How errors call the columns.
+        tensors: The columns, each [rows, ...], any dtype, on any device; `names` is how errors call them.
+        batch, row: Make the batch from the gathered columns, and one row from the columns' entries.
 
     Raises:
         DataError: no column, a column without rows, or different lengths.
@@ -35,27 +33,22 @@ class Columns:
         if not tensors or any(tensor.ndim == 0 for tensor in tensors):
             raise DataError("tensors without rows.", evidence=shapes, fix=["the first dimension is the rows"])
         if any(len(tensor) != len(tensors[0]) for tensor in tensors):
-            raise DataError(
-                "the tensors have different numbers of rows.",
-                evidence=shapes,
-                fix=["make the first dimension of every tensor the rows"],
-            )
+            fix = ["make the first dimension of every tensor the rows"]
+            raise DataError("the tensors have different numbers of rows.", evidence=shapes, fix=fix)
 
     def through(self, indices: Sequence[int]) -> Columns:
         """The rows at `indices` of this, in that order; negative ones count from the end, as in a Subset."""
-        places = torch.as_tensor(indices, dtype=torch.int64)
-        places = torch.where(places < 0, places + len(self), places)
-        if len(places) and (int(places.min()) < 0 or int(places.max()) >= len(self)):
-            raise DataError(
-                f"a Subset has indices outside of its dataset's {len(self)} rows.",
-                fix=[f"its indices are from 0 to {len(self) - 1}"],
-            )
+        places, rows = torch.as_tensor(indices, dtype=torch.int64), len(self)
+        places = torch.where(places < 0, places + rows, places)
+        if len(places) and (int(places.min()) < 0 or int(places.max()) >= rows):
+            fix = [f"its indices are from 0 to {rows - 1}"]
+            raise DataError(f"a Subset has indices outside of its dataset's {rows} rows.", fix=fix)
         part = Columns(self.tensors, self.batch, self.row)
         part._map = places if self._map is None else self._map[places]
         return part
 
     def __len__(self) -> int:
-        return len(self.tensors[0]) if self._map is None else len(self._map)
+        return len(self.tensors[0] if self._map is None else self._map)
 
     def gather(self, index: torch.Tensor) -> list[torch.Tensor]:
         """The columns' rows at `index` (int64, CPU): new tensors [len(index), ...], each on its column's device."""

@@ -11,15 +11,13 @@ A cursor may stand at any offset, not only at multiples of G: a run may resume w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from evener.errors import DataError
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Where one rank's reading of a stream stands: after `rows` rows of its own of the epoch, all of them used by
     updates. state: the dataset's `state_dict` there, if it has one. after: a checksum of the row that came next.
     ended: the epoch has no more rows on this rank.
@@ -71,28 +69,6 @@ def following(cursor: Cursor, rows: int, length: int, global_batch_size: int, dr
     if rows_at(offset, length, global_batch_size, drop_last):
         return Cursor(cursor.epoch, offset)
     return Cursor(cursor.epoch + 1, 0)
-
-
-def position(
-    cursor: Cursor, updates: int, length: Callable[[int], int], global_batch_size: int, drop_last: bool
-) -> Cursor:
-    """The cursor `updates` updates later; `length(epoch)` says how many rows an epoch has. O(epochs), reads nothing.
-
-    Raises:
-        DataError: an epoch on the way has no update at all (it would never end).
-    """
-    while True:
-        rows = length(cursor.epoch)
-        rows_at(cursor.offset, rows, global_batch_size, drop_last)  # refuses an offset outside of the epoch
-        left = updates_in(rows - cursor.offset, global_batch_size, drop_last)
-        if updates < left:
-            return Cursor(cursor.epoch, cursor.offset + updates * global_batch_size)
-        if left == 0 and cursor.offset == 0:
-            raise no_update(cursor.epoch, rows, global_batch_size)
-        updates -= left
-        cursor = Cursor(cursor.epoch + 1, 0)
-        if updates == 0:
-            return cursor
 
 
 def no_update(epoch: int, length: int, global_batch_size: int) -> DataError:

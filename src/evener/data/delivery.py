@@ -1,83 +1,43 @@
-"""From a reader to the device: worker processes where there are any, the look at each batch, the copy."""
+"""The way of a batch from its reader to the device: workers if there are any, a look at it, the copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from evener.data.source import Source
+from evener.data.read import Loaded, Reader
+from evener.data.source import Reading, Source
 from evener.data.transfer import Transfer, ahead
-from evener.data.workers import Reader, Workers
-from evener.errors import UsageError
+from evener.data.workers import Workers
 
 
 class Delivery:
-    """Reads jobs, here or in workers, and brings their batches to the device, one update ahead of the one that trains.
+    """Reads jobs, here or in workers; on a device the batches are one update ahead of the one that trains."""
 
-    Args:
-        timeout: Seconds to wait for a worker; None is what a DataLoader said, else 300.
-        inspect: Called with every batch, in order, before it is copied to the device; may raise.
+    def __init__(self, reader: Reader, source: Source, how: Reading, num_workers: int) -> None:
+        self.timeout = how.timeout or source.timeout or 300.0
+        self._reader, self._inspect = reader, how.inspect
+        self._transfer = None if how.device.type == "cpu" else Transfer(how.device)
+        pin = how.device.type == "cuda"
+        self.workers = Workers(reader, source, num_workers, self.timeout, how.seed, pin) if num_workers else None
 
-    Raises:
-        UsageError: timeout out of range.
-    """
-
-    def __init__(
-        self,
-        reader: Reader,
-        source: Source,
-        *,
-        num_workers: int,
-        timeout: float | None,
-        seed: int,
-        device: torch.device,
-        inspect: Callable[[Any], None] | None,
-    ) -> None:
-        timeout = timeout if timeout is not None else source.timeout or 300.0
-        if timeout <= 0:
-            raise UsageError(f"timeout={timeout!r}: seconds to wait for a data worker.", fix=["timeout=300"])
-        self._reader, self._inspect, self.timeout = reader, inspect, timeout
-        self._transfer = None if device.type == "cpu" else Transfer(device)
-        self.workers: Workers | None = None
-        if num_workers:
-            self.workers = Workers(
-                reader,
-                count=num_workers,
-                timeout=timeout,
-                seed=seed,
-                prefetch=source.prefetch_factor,
-                pin=device.type == "cuda",
-                worker_init_fn=source.worker_init_fn,
-                context=source.multiprocessing_context,
-            )
-
-    def results(self, steps: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """(step, its result) in order. With workers one iteration at a time: a newer call ends the older one."""
-        loaded = self._reader.read_all(steps) if self.workers is None else self.workers.read(steps)
+    def results(self, steps: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """(plan, result) for each (plan, job), in order. With workers a newer call ends the older one."""
+        loaded = map(self._look, self._reader.read_all(steps) if self.workers is None else self.workers.read(steps))
         transfer = self._transfer
         if transfer is None:
-            for step, result in loaded:
-                self._look(result.batches)
-                yield step, result
-            return
+            yield from loaded
+        else:
+            for (plan, result), moving in ahead(loaded, lambda item: (item, transfer.start(item[1].batches))):
+                result.batches = transfer.finish(*moving)
+                yield plan, result
 
-        def start(item: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            step, result, _ = item
-            self._look(result.batches)
-            result.batches, event = transfer.start(result.batches)
-            return step, result, event
-
-        for step, result, event in ahead(((step, result, None) for step, result in loaded), start):
-            result.batches = transfer.finish(result.batches, event)
-            yield step, result
-
-    def _look(self, batches: list[Any]) -> None:
+    def _look(self, item: tuple[Any, Loaded]) -> tuple[Any, Loaded]:
         if self._inspect is not None:
-            for batch in batches:
+            for batch in item[1].batches:
                 if batch is not None:
                     self._inspect(batch)
+        return item
 
     def close(self) -> None:
         if self.workers is not None:

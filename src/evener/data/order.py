@@ -7,6 +7,7 @@ asked for, and any range of any epoch can be had without the ranges before it: a
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -110,10 +111,9 @@ def _checked(function: Any, seed: int, epoch: int, rows: int) -> Indices:
     try:
         given = function(seed, epoch)
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this call
         raise DataError(
             f"{what} failed: {type(error).__name__}: {error}",
-            evidence=[f"at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}"] if frames else [],
+            evidence=where(error),
             fix=["order= is a function of (seed, epoch) that returns row numbers"],
         ) from error
     fix = [f"return a flat list, array or tensor of integers from 0 to {rows - 1}"]
@@ -137,6 +137,13 @@ def _checked(function: Any, seed: int, epoch: int, rows: int) -> Indices:
             fix=fix,
         )
     return array.astype(np.int64, copy=True)
+
+
+def where(error: Exception) -> list[str]:
+    """The innermost line of the error outside of this room."""
+    here = os.path.dirname(__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) != here]
+    return [f"at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}"] if frames else []
 
 
 def _repeats(indices: Indices) -> Indices:

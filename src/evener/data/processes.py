@@ -24,7 +24,7 @@ class Start:
     """Runs first in each worker: it will end with its rank, even out of a stuck row; then the user's worker_init_fn.
 
     The kernel's parent-death signal is sent when the *thread* that started the worker ends, and under a fork server the
-    parent is that server. `by_signal` is for where thread and parent are the rank itself; elsewhere a thread watches.
+    parent is that server. `by_signal` is for where both are the rank itself; elsewhere a thread watches.
     """
 
     parent: int
@@ -37,7 +37,7 @@ class Start:
             if os.getppid() != self.parent:  # it died before the line above
                 os._exit(1)
         else:
-            threading.Thread(target=_end_with_parent, daemon=True).start()
+            threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
         if self.then is not None:
             self.then(worker)
 
@@ -49,11 +49,9 @@ def started_by(context: Any, then: Callable[[int], None] | None) -> Start:
     return Start(os.getpid(), sys.platform == "linux" and method != "forkserver" and main, then)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 class Watch:
@@ -80,14 +78,6 @@ class Watch:
         _remove_worker_pids(self._key)
 
 
-def signal_name(number: int) -> str:
-    """SIGKILL for 9, and so on."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def start_method() -> str:
     """How this process starts children, without fixing it as `multiprocessing.get_start_method()` would."""
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -99,9 +89,8 @@ def automatic_count(in_memory: bool, local_world_size: int) -> int:
     Also 0 where workers cannot start: in a daemonic process, and where processes are spawned (macOS, Windows, fork
     servers) from a notebook or from a script without `if __name__ == "__main__":`.
     """
-    if in_memory or multiprocessing.current_process().daemon:
-        return 0
-    if start_method() != "fork" and not _has_main_guard():
+    startable = not multiprocessing.current_process().daemon and (start_method() == "fork" or _has_main_guard())
+    if in_memory or not startable:
         return 0
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(4, cpus // max(1, local_world_size))

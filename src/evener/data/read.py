@@ -10,10 +10,9 @@ So neither the cut, nor the worker that happens to read a row, nor prefetching c
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +20,9 @@ from torch.utils.data import Subset, default_collate
 
 from evener.data import rng
 from evener.data.columns import Columns
-from evener.data.order import Indices
-from evener.data.source import Collate
+from evener.data.order import Indices, where
+from evener.data.source import Reading
+from evener.data.transfer import pinned
 from evener.dist.mix import mix
 from evener.errors import DataError
 
@@ -54,28 +54,28 @@ class Loaded:
 
     def pin_memory(self) -> Loaded:
         """Called by the DataLoader's pinning thread on CUDA."""
-        from evener.data.transfer import pinned
-
         self.batches = [pinned(batch) for batch in self.batches]
         return self
 
 
-class Step(Protocol):
-    """Anything that carries a job."""
+class Reader:
+    """What reads jobs, here or in data workers, to which it is sent as it is."""
 
-    @property
-    def job(self) -> Job:
-        """What to read."""
+    def read(self, job: Any) -> Loaded:
+        """The job's batches."""
+        raise NotImplementedError
 
+    def read_all(self, steps: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Loaded]]:
+        """(plan, batches) for each (plan, job), read when it is asked for."""
+        return ((plan, self.read(job)) for plan, job in steps)
 
-AnyStep = TypeVar("AnyStep", bound=Step)
 
 # How much is gathered ahead, at most. Between two steps of training the caches hold the model, neither the dataset nor
 # this code: 64 rows of 784 floats took 210 us alone and 110 us as part of a burst (one thread, a busy machine).
 _BURST_BYTES, _BURST_STEPS = 1 << 21, 32
 
 
-class GatherReader:
+class GatherReader(Reader):
     """Reads columns: one gather, and its pieces are views."""
 
     def __init__(self, columns: Columns) -> None:
@@ -83,29 +83,28 @@ class GatherReader:
         self._row_bytes = max(1, sum(t[:1].nbytes for t in columns.tensors))
 
     def read(self, job: Job) -> Loaded:
-        """The job's batches. Never fails for indices in range."""
         return self._pieces(self.columns.gather(torch.from_numpy(job.ids)), 0, job)
 
-    def read_all(self, steps: Iterator[AnyStep]) -> Iterator[tuple[AnyStep, Loaded]]:
-        """Each step with its batches; small jobs are gathered several at once. An error of `steps` waits its turn."""
+    def read_all(self, steps: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Loaded]]:
+        """As for any reader; small jobs are gathered several at once. An error of `steps` waits its turn."""
         more, broken = True, None
         while more:
-            group: list[AnyStep] = []
+            group: list[tuple[Any, Job]] = []
             rows = 0
             try:
                 while len(group) < _BURST_STEPS and rows * self._row_bytes < _BURST_BYTES:
                     group.append(next(steps))
-                    rows += len(group[-1].job.ids)
+                    rows += len(group[-1][1].ids)
             except StopIteration:
                 more = False
             except Exception as error:
                 more, broken = False, error
             if group:
-                columns = self.columns.gather(torch.from_numpy(np.concatenate([step.job.ids for step in group])))
+                columns = self.columns.gather(torch.from_numpy(np.concatenate([job.ids for _, job in group])))
                 first, read = 0, []
-                for step in group:
-                    read.append((step, self._pieces(columns, first, step.job)))
-                    first += len(step.job.ids)
+                for plan, job in group:
+                    read.append((plan, self._pieces(columns, first, job)))
+                    first += len(job.ids)
                 yield from read
         if broken is not None:
             raise broken
@@ -118,19 +117,11 @@ class GatherReader:
         return Loaded(batches, [stop - start for start, stop in job.bounds])
 
 
-class RowReader:
-    """Reads any other dataset, and columns for a user's collate_fn.
+class RowReader(Reader):
+    """Reads any other dataset (`__getitem__` or `__getitems__`), and columns for a user's collate_fn."""
 
-    Args:
-        dataset: With `__getitem__` or `__getitems__`.
-        collate_fn: Makes a batch of a list of rows; None is torch's `default_collate`. One of the user's is called
-            under seeds from (seed, epoch, first position of the piece).
-        skip: Leave rows that cannot be read out of their batch, instead of raising.
-        seed: Of the run.
-    """
-
-    def __init__(self, dataset: Any, collate_fn: Collate | None, *, skip: bool, seed: int) -> None:
-        self.dataset, self.collate_fn, self.skip, self.seed = dataset, collate_fn, skip, seed
+    def __init__(self, dataset: Any, how: Reading) -> None:
+        self.dataset, self.how, self.skip = dataset, how, how.on_bad_sample == "skip"
         self._several = _several(dataset)
         self._draws = False  # a batched read has drawn random numbers: read row by row from now on
 
@@ -142,29 +133,16 @@ class RowReader:
         """
         if not len(job.ids):
             return Loaded([None] * len(job.bounds), [0] * len(job.bounds))
-        before = rng.states()
-        try:
+        with rng.kept():
             rows, skipped = self._rows(job)
-            batches, counts = [], []
-            for start, stop in job.bounds:
-                part = [row for row in rows[start:stop] if row is not _Missing]
-                counts.append(len(part))
-                ids, at = job.ids[start:stop], job.start + start
-                batches.append(put_together(part, self.collate_fn, self.seed, job.epoch, at, ids) if part else None)
-            return Loaded(batches, counts, skipped)
-        finally:
-            before.restore()
-
-    def read_all(self, steps: Iterator[AnyStep]) -> Iterator[tuple[AnyStep, Loaded]]:
-        """Each step with its batches, read when it is asked for."""
-        return ((step, self.read(step.job)) for step in steps)
+            return Loaded(*collated(rows, job.bounds, self.how, job.epoch, job.start, job.ids), skipped)
 
     def _rows(self, job: Job) -> tuple[list[Any], tuple[tuple[int, str], ...]]:
         """The job's rows, `_Missing` for a skipped one, and what was skipped."""
         failure: Exception | None = None
         if self._several is not None and not self._draws:
             # One seed for the epoch: a dataset that only looks at torch.initial_seed() sees the same in every cut.
-            torch.default_generator.manual_seed(mix(self.seed, job.epoch))
+            torch.default_generator.manual_seed(mix(self.how.seed, job.epoch))
             before = rng.states()
             try:
                 rows = self._several(job.ids.tolist())
@@ -173,8 +151,8 @@ class RowReader:
             except Exception as error:  # one of the rows; reading them alone finds out which
                 failure = error
             else:
-                if before.same(rng.states()):
-                    return self._checked(rows, job), ()
+                if rng.same(before, rng.states()):
+                    return self._checked(list(rows), job.ids), ()
                 self._draws = True
         rows, skipped = self._one_by_one(job)
         if failure is not None and not skipped and not self.skip:
@@ -186,52 +164,65 @@ class RowReader:
             ) from failure
         return rows, skipped
 
-    def _checked(self, rows: Any, job: Job) -> list[Any]:
-        got: list[Any] = list(rows)
-        if len(got) != len(job.ids):
+    def _checked(self, rows: list[Any], ids: Indices) -> list[Any]:
+        if len(rows) != len(ids):
             raise DataError(
-                f"{type(self.dataset).__name__}.__getitems__ returned {len(got)} rows for {len(job.ids)} indices.",
-                evidence=[f"rows {listed(job.ids)}"],
+                f"{type(self.dataset).__name__}.__getitems__ returned {len(rows)} rows for {len(ids)} indices.",
+                evidence=[f"rows {listed(ids)}"],
                 fix=["return one row per index, in the order of the indices"],
             )
-        return got
+        return rows
 
     def _one_by_one(self, job: Job) -> tuple[list[Any], tuple[tuple[int, str], ...]]:
         rows: list[Any] = []
         skipped: list[tuple[int, str]] = []
         several, dataset = self._several, self.dataset
-        for i, seed in zip(job.ids.tolist(), rng.row_seeds(self.seed, job.epoch, job.keys)):
+        for i, seed in zip(job.ids.tolist(), rng.row_seeds(self.how.seed, job.epoch, job.keys)):
             rng.seed_all(seed)
             try:
                 rows.append(dataset[i] if several is None else several([i])[0])
             except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
                 if not self.skip:
-                    raise _bad_row(i, job.epoch, error) from error
-                skipped.append((i, f"{type(error).__name__}: {error}"))
+                    raise DataError(
+                        f"row {i} of the dataset could not be read (epoch {job.epoch}): {problem}",
+                        evidence=where(error),
+                        fix=[f"dataset[{i}] shows it", 'on_bad_sample="skip" leaves such rows out, and names them'],
+                    ) from error
+                skipped.append((i, problem))
                 rows.append(_Missing)
         return rows, tuple(skipped)
 
 
-def put_together(
-    rows: list[Any], collate_fn: Collate | None, seed: int, epoch: int, position: int, ids: Indices
-) -> Any:
-    """A batch of rows: by `default_collate`, or by the user's function under seeds from (seed, epoch, position).
+def collated(
+    rows: list[Any], bounds: Sequence[tuple[int, int]], how: Reading, epoch: int, position: int, ids: Indices
+) -> tuple[list[Any], list[int]]:
+    """The batches of the pieces of rows, and how many rows each has. `position`: of the first row in the epoch.
+
+    By `default_collate`, or by the user's function under seeds from (seed, epoch, first position of the piece).
 
     Raises:
         DataError: rows that do not go together; `ids` names them.
     """
-    try:
-        if collate_fn is None:
-            return default_collate(rows)
-        rng.seed_all(mix(seed, epoch, position, _COLLATE))
-        return collate_fn(rows)
-    except Exception as error:
-        name = "default_collate" if collate_fn is None else getattr(collate_fn, "__name__", "collate_fn")
-        raise DataError(
-            f"{len(rows)} rows could not be put together by {name} (epoch {epoch}): {type(error).__name__}: {error}",
-            evidence=[f"rows {listed(ids)}", f"the first is {_shape(rows[0])}", *where(error)],
-            fix=["let the dataset return rows of one shape", "or pass a collate_fn that pads them"],
-        ) from error
+    batches: list[Any] = []
+    counts: list[int] = []
+    collate_fn = default_collate if how.collate_fn is None else how.collate_fn
+    for start, stop in bounds:
+        part = [row for row in rows[start:stop] if row is not _Missing]
+        counts.append(len(part))
+        try:
+            if how.collate_fn is not None and part:
+                rng.seed_all(mix(how.seed, epoch, position + start, _COLLATE))
+            batches.append(collate_fn(part) if part else None)
+        except Exception as error:
+            name = getattr(collate_fn, "__name__", "collate_fn")
+            problem = f"{type(error).__name__}: {error}"
+            raise DataError(
+                f"{len(part)} rows could not be put together by {name} (epoch {epoch}): {problem}",
+                evidence=[f"rows {listed(ids[start:stop])}", f"the first is {_shape(part[0])}", *where(error)],
+                fix=["let the dataset return rows of one shape", "or pass a collate_fn that pads them"],
+            ) from error
+    return batches, counts
 
 
 class _Missing:
@@ -244,20 +235,6 @@ def _several(dataset: Any) -> Callable[[list[int]], Any] | None:
         return None
     several = getattr(dataset, "__getitems__", None)
     return several if callable(several) else None
-
-
-def _bad_row(i: int, epoch: int, error: Exception) -> DataError:
-    return DataError(
-        f"row {i} of the dataset could not be read (epoch {epoch}): {type(error).__name__}: {error}",
-        evidence=where(error),
-        fix=[f"dataset[{i}] shows it", 'on_bad_sample="skip" leaves such rows out, and names them'],
-    )
-
-
-def where(error: Exception) -> list[str]:
-    """The innermost line of the error, when it is not one of this module's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    return [f"at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}"] if frames else []
 
 
 def _shape(row: Any) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from evener.data import loader as loaders
 from evener.data.columns import Columns
-from evener.errors import DataError, UsageError, refuse_prepared
+from evener.errors import BatchSizeError, DataError, UsageError, one_of, refuse_prepared
 
 Collate = Callable[[list[Any]], Any]
+Cut = Callable[[int], Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,69 @@ class Source:
         return isinstance(inner, Columns | list | tuple)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a source is to be read: what both kinds of feed are told.
+
+    Args:
+        global_batch_size: Rows of an update over all ranks; the last of an epoch has fewer, unless `drop_last`.
+        rank, world_size: Who this is; never used to choose the rows of a dataset.
+        local_world_size: Ranks on this machine (None: all of them), which share its CPUs.
+        cut: `cut(rows)` gives this rank's pieces of an update of `rows` rows: contiguous (start, stop) offsets inside
+            the update. Asked anew for every update, when the update is read; prefetched updates keep the cut they had.
+        device: Where the batches go.
+        seed: Of per-row randomness; the order has its own.
+        num_workers: Processes that read rows; "auto" is what a DataLoader said, else chosen.
+        collate_fn: In place of the source's.
+        on_bad_sample: "raise", or "skip": such rows are left out and listed in the portion.
+        timeout: Seconds to wait for a worker; None is what a DataLoader said, else 300.
+        inspect: Called with every batch of this rank, in order, before it is copied to the device; may raise.
+        say: Called on every rank with what the user should know of a stream.
+        exact: A stream that resumes at another row than it was at is an error, not only said.
+
+    Raises:
+        BatchSizeError: global_batch_size is not a positive integer.
+        UsageError: num_workers, timeout or on_bad_sample out of range.
+    """
+
+    global_batch_size: int
+    drop_last: bool
+    rank: int
+    world_size: int
+    local_world_size: int | None = None
+    cut: Cut
+    device: torch.device
+    seed: int
+    num_workers: int | Literal["auto"] = "auto"
+    collate_fn: Collate | None = None
+    on_bad_sample: str = "raise"
+    timeout: float | None = None
+    inspect: Callable[[Any], None] | None = None
+    say: Callable[[str], None] | None = None
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        size, workers = self.global_batch_size, self.num_workers
+        if type(size) is not int or size < 1:
+            what = f"global_batch_size={size!r}: rows of one update over all ranks, at least 1."
+            raise BatchSizeError(what, fix=["global_batch_size=64"])
+        one_of("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
+        if workers != "auto" and (type(workers) is not int or workers < 0):
+            what = f"num_workers={workers!r} is not a number of processes."
+            raise UsageError(what, fix=['num_workers="auto", or 0, 1, 2, ...'])
+        if self.timeout is not None and self.timeout <= 0:
+            raise UsageError(f"timeout={self.timeout!r}: seconds to wait for a data worker.", fix=["timeout=300"])
+
+    def by_reader(self, source: Source) -> Reading:
+        """What a reader needs and data workers can be sent: the collate_fn that counts, none of the run's functions."""
+        collate_fn = self.collate_fn if self.collate_fn is not None else source.collate_fn
+        return replace(self, collate_fn=collate_fn, cut=_no_rows, inspect=None, say=None)
+
+
+def _no_rows(rows: int) -> tuple[()]:
+    return ()
+
+
 def source_of(data: Any, stream: str | None = None) -> Source:
     """Accept what the user calls data.
 
@@ -64,10 +129,10 @@ def source_of(data: Any, stream: str | None = None) -> Source:
     refuse_prepared("DataLoader", data, "the dataset itself, loader.dataset", DataError)
     loader = data if isinstance(data, DataLoader) else None
     inner = data if loader is None else loader.dataset
-    streams = is_stream(inner)
+    streams, kind = is_stream(inner), type(inner).__name__
     if streams and stream is None:
         raise DataError(
-            f"{type(inner).__name__} is a stream: it can be iterated, but has no row 0 to go back to.",
+            f"{kind} is a stream: it can be iterated, but has no row 0 to go back to.",
             fix=[
                 'stream="split": every rank reads all of it and keeps its rows',
                 'stream="mine": it gives each rank rows of its own (sharded by evener.rank() and world_size())',
@@ -76,14 +141,13 @@ def source_of(data: Any, stream: str | None = None) -> Source:
         )
     if stream is not None and not streams:
         raise UsageError(
-            f'stream="{stream}" is for what can only be iterated; a {type(inner).__name__} has rows with numbers.',
+            f'stream="{stream}" is for what can only be iterated; a {kind} has rows with numbers.',
             fix=["leave stream= out: every row is read once, on any number of processes"],
         )
     dataset, rows = (inner, 0) if streams else _dataset(inner)
     if loader is None:
         return Source(dataset, rows, streams)
     collate: Any = None if loader.collate_fn is default_collate else loader.collate_fn
-    gathered = isinstance(dataset, Columns) and collate is None
     return Source(
         dataset,
         rows,
@@ -95,7 +159,7 @@ def source_of(data: Any, stream: str | None = None) -> Source:
         timeout=loader.timeout or None,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        notes=tuple(loaders.ignored(loader, gathered=gathered, stream=streams)),
+        notes=loaders.ignored(loader, isinstance(dataset, Columns) and collate is None, streams),
     )
 
 
@@ -108,22 +172,18 @@ def is_stream(data: Any) -> bool:
 
 def _dataset(data: Any) -> tuple[Any, int]:
     """The dataset to read from, as columns where it is tensors in memory, and how many rows it has."""
-    columns = _columns(data)
+    columns, kind = _columns(data), type(data).__name__
     if columns is None and (isinstance(data, Mapping | tuple | str | bytes) or not hasattr(data, "__getitem__")):
         raise _no_dataset(data)
     try:
         rows = len(data if columns is None else columns)
     except (TypeError, NotImplementedError):
-        raise DataError(
-            f"{type(data).__name__} has no length.", fix=["define __len__: how many rows the dataset has"]
-        ) from None
+        raise DataError(f"{kind} has no length.", fix=["define __len__: how many rows the dataset has"]) from None
     except Exception as error:  # such as a negative one
-        raise DataError(
-            f"{type(data).__name__}.__len__ failed: {type(error).__name__}: {error}.",
-            fix=["return how many rows the dataset has, an integer from 1"],
-        ) from error
+        fix = ["return how many rows the dataset has, an integer from 1"]
+        raise DataError(f"{kind}.__len__ failed: {type(error).__name__}: {error}.", fix=fix) from error
     if rows < 1:
-        raise DataError(f"the dataset is empty ({type(data).__name__}).", fix=["give a dataset with at least one row"])
+        raise DataError(f"the dataset is empty ({kind}).", fix=["give a dataset with at least one row"])
     return data if columns is None else columns, rows
 
 
@@ -142,39 +202,34 @@ def _no_dataset(data: Any) -> DataError:
 def _columns(data: Any) -> Columns | None:
     """Columns, when the data is tensors in memory; None for a dataset that is read row by row."""
     if type(data) is TensorDataset:
-        # A list, as default_collate makes of its tuples.
-        return Columns(data.tensors, list, tuple)
+        return Columns(data.tensors, list, tuple)  # a list, as default_collate makes of its tuples
     if type(data) is Subset:
         inner = _columns(data.dataset)
         return None if inner is None else inner.through(data.indices)
     if _is_array(data):
         return Columns([_tensor(data)], _only, _only)
-    if isinstance(data, tuple) and data and all(map(_is_array, data)):
-        return Columns([_tensor(column) for column in data], tuple, tuple)
-    if isinstance(data, list) and data and all(map(_is_array, data)):
+    parts = list(data.values()) if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else ()
+    if not parts or not all(map(_is_array, parts)):
+        return None
+    if isinstance(data, list):
+        count = len(data)
         raise DataError(
-            f"a list of {len(data)} tensors can mean {len(data)} columns or {len(data)} rows.",
+            f"a list of {count} tensors can mean {count} columns or {count} rows.",
             fix=[
                 "columns (x, y): pass a tuple, (x, y)",
                 "rows of one shape: pass torch.stack(rows)",
                 "other rows: a Dataset",
             ],
         )
-    if isinstance(data, Mapping) and data and all(map(_is_array, data.values())):
-        names = tuple(data)
-        build = _Named(names)
-        return Columns([_tensor(data[name]) for name in names], build, build, [repr(name) for name in names])
-    return None
+    columns = [_tensor(part) for part in parts]
+    if isinstance(data, tuple):
+        return Columns(columns, tuple, tuple)
+    named = functools.partial(_named, tuple(data))
+    return Columns(columns, named, named, [repr(name) for name in data])
 
 
-class _Named:
-    """Builds a dict from values in the order of the names; a class, so that it can be pickled to a worker."""
-
-    def __init__(self, names: tuple[Any, ...]) -> None:
-        self.names = names
-
-    def __call__(self, values: Any) -> dict[Any, Any]:
-        return dict(zip(self.names, values))
+def _named(names: tuple[Any, ...], values: Any) -> dict[Any, Any]:
+    return dict(zip(names, values))
 
 
 def _only(values: Any) -> Any:
@@ -193,6 +248,5 @@ def _tensor(value: Any) -> torch.Tensor:
         try:
             return torch.as_tensor(value).detach()  # a gradient would be that of every update together
         except (TypeError, ValueError) as error:  # such as another byte order
-            raise DataError(
-                f"an array of dtype {value.dtype} has no tensor.", evidence=[str(error)], fix=["array.astype(...)"]
-            ) from None
+            cause = f"an array of dtype {value.dtype} has no tensor."
+            raise DataError(cause, evidence=[str(error)], fix=["array.astype(...)"]) from None

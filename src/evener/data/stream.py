@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,36 +22,29 @@ import torch
 from evener.batch import leaves
 from evener.data import rng
 from evener.data.cursor import Mark
-from evener.data.order import Indices
-from evener.data.read import Loaded, put_together, where
-from evener.data.source import Collate
+from evener.data.order import Indices, where
+from evener.data.read import Loaded, Reader, collated
+from evener.data.source import Cut, Reading
 from evener.dist.mix import mix
 from evener.errors import DataError
 
-Pieces = tuple[tuple[int, int], ...]
+START = Mark()
 
 _BEGIN = 0xBE  # sets the seeds of __iter__ apart from those of rows
 _SEEDS = 1024  # seeds that are made at once
 _PRINT_BYTES = 4096  # of a tensor: enough to tell two rows apart
 
-
-START = Mark()
+# Of streams with a state: {epoch: a checksum of the state after its first row}. What is asked here is whether another
+# run of this process has moved the same object, so no run can own it; it ends with the object.
+_beginnings: MutableMapping[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class StreamJob:
-    """The rows of the next update. `seek`: first go to this epoch and mark. It is its own step."""
+    """The rows of the next update. `seek`: first go to this epoch and mark."""
 
     seek: tuple[int, Mark] | None = None
-
-    @property
-    def job(self) -> StreamJob:
-        return self
-
-    @property
-    def ids(self) -> Indices:
-        """Rows of a stream have no names before they are read."""
-        return np.empty(0, dtype=np.int64)
+    ids: ClassVar[Indices] = np.empty(0, dtype=np.int64)  # rows of a stream have no names before they are read
 
 
 @dataclass(slots=True)
@@ -58,46 +52,34 @@ class Taken(Loaded):
     """What a stream gave for one update, on one rank.
 
     seen: rows that were used of the stream: the whole update's (split) or this rank's (mine). more: whether another
-    update follows in this epoch, as far as this rank knows. look: a checksum of the rows, to compare ranks. reread:
-    (rows, seconds) of going back. changed: after going back another row came next than when the mark was set.
+    update follows in this epoch, as far as this rank knows. look: a checksum of rows, to compare ranks; 0: nothing to
+    compare. changed: after going back another row came next than when the mark was set. moved: the epoch began in
+    another state than when this process first read it. notes: to be said.
     """
 
-    cut: Pieces = ()
+    cut: tuple[tuple[int, int], ...] = ()
     seen: int = 0
     more: bool = False
     mark: Mark = START
-    first: bool = False
     look: int = 0
-    reread: tuple[int, float] | None = None
     changed: bool = False
+    moved: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
-class StreamReader:
+class StreamReader(Reader):
     """Reads one stream, update after update, epoch after epoch.
 
     Args:
         dataset: Can be iterated; `state_dict` and `load_state_dict` are used when it has both.
-        size: Rows of an update that are taken from this stream: the global batch (split), or this rank's part (mine).
+        how: With `drop_last` an update is whole or not made; so a whole one is read ahead, else one row.
         cut: `cut(rows)`: this rank's pieces of an update of so many rows.
-        split: The stream holds every rank's rows, and only the pieces are kept.
-        drop_last: An update is whole or not made; so a whole one is read ahead, else one row.
-        seed: Of per-row randomness; with `split` the same on every rank.
+        size: Rows of an update that are taken from this stream: the global batch (split), or this rank's part (mine).
+        split: The stream holds every rank's rows, and only this rank's pieces are kept.
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        collate_fn: Collate | None,
-        *,
-        size: int,
-        cut: Callable[[int], Sequence[tuple[int, int]]],
-        global_batch_size: int,
-        split: bool,
-        drop_last: bool,
-        seed: int,
-    ) -> None:
-        self.dataset, self.collate_fn, self.size, self.cut, self.split = dataset, collate_fn, size, cut, split
-        self.global_batch_size, self.drop_last, self.seed = global_batch_size, drop_last, seed
+    def __init__(self, dataset: Any, how: Reading, cut: Cut, size: int, split: bool) -> None:
+        self.dataset, self.how, self.cut, self.size, self.split = dataset, how, cut, size, split
         self.keeps_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self._iterator: Iterator[Any] = iter(())
         self._seeds: Iterator[int] = iter(())
@@ -113,55 +95,41 @@ class StreamReader:
         Raises:
             DataError: a row that cannot be read, rows that do not collate, or a stream that cannot begin anew.
         """
-        before = rng.states()
-        try:
-            return self._read(job)
-        finally:
-            before.restore()
-
-    def read_all(self, steps: Iterator[Any]) -> Iterator[tuple[Any, Taken]]:
-        """Each job with its result, read when it is asked for."""
-        return ((job, self.read(job)) for job in steps)
-
-    def _read(self, job: StreamJob) -> Taken:
-        reread, changed = None, False
-        if job.seek is not None:
-            reread, changed = self._seek(*job.seek)
-        elif self._ended and not self._ahead:
-            self._open(self._epoch + 1)
-        start = self._used
-        self._fill(self.size)
-        if self._error is not None and len(self._ahead) < self.size:
-            raise _bad_row(start + len(self._ahead), self._epoch, self._error) from self._error
-        rows = [self._ahead.popleft() for _ in range(min(self.size, len(self._ahead)))]
-        self._used += len(rows)
-        # Exactly these rows were taken: what is read ahead below is not in the state.
-        state = copy.deepcopy(self.dataset.state_dict()) if self.keeps_state else None  # type: ignore[attr-defined]
-        needed = self.size if self.drop_last else 1
-        self._fill(needed)
-        more = len(self._ahead) >= needed or self._error is not None
-        after = look_of([self._ahead[0]]) if self._ahead else None
-        taken = Taken([], [], seen=len(rows), more=more, first=self._first, reread=reread, changed=changed)
-        taken.mark = Mark(self._used, state, after, ended=self._ended and not self._ahead)
-        taken.look = look_of(rows if self._first else rows[:1])
-        self._check_begin(job, taken)
-        self._first = False
-        if not self.drop_last or len(rows) == self.size:
-            self._collate(taken, rows, start)
-        if not more and self._ended:
-            self._ahead.clear()  # under drop_last: the rest
-        return taken
-
-    def _collate(self, taken: Taken, rows: list[Any], start: int) -> None:
-        taken.cut = tuple(self.cut(len(rows) if self.split else self.global_batch_size)) if rows else ()
-        first = 0 if self.split or not taken.cut else taken.cut[0][0]
-        for begin, end in taken.cut:
-            part = rows[begin - first : end - first]
-            at = start + begin - first
-            taken.rows.append(len(part))
-            ids = np.arange(at, at + len(part))
-            batch = put_together(part, self.collate_fn, self.seed, self._epoch, at, ids) if part else None
-            taken.batches.append(batch)
+        with rng.kept():
+            taken = Taken([], [])
+            if job.seek is not None:
+                self._seek(*job.seek, taken)
+            elif self._ended and not self._ahead:
+                self._open(self._epoch + 1)
+            if self._first and not self._used and self.keeps_state:
+                self._look_at_beginning(taken)
+            start = self._used
+            self._fill(self.size)
+            if len(self._ahead) < self.size:
+                self._raise_error(start + len(self._ahead))
+            rows = [self._ahead.popleft() for _ in range(min(self.size, len(self._ahead)))]
+            self._used += len(rows)
+            # Exactly these rows were taken: what is read ahead below is not in the state.
+            state = copy.deepcopy(self.dataset.state_dict()) if self.keeps_state else None
+            needed = self.size if self.how.drop_last else 1
+            self._fill(needed)
+            taken.seen, taken.more = len(rows), len(self._ahead) >= needed or self._error is not None
+            taken.mark = Mark(self._used, state, self._look_ahead(), ended=self._ended and not self._ahead)
+            if self._first:
+                taken.look = look_of(rows)
+                self._check_begin(job, taken)
+            elif self.split:
+                taken.look = look_of(rows[:1])
+            self._first = False
+            if rows and (not self.how.drop_last or len(rows) == self.size):
+                taken.cut = tuple(self.cut(len(rows) if self.split else self.how.global_batch_size))
+                first = 0 if self.split or not taken.cut else taken.cut[0][0]
+                bounds = [(a - first, b - first) for a, b in taken.cut]
+                ids = np.arange(start, self._used)
+                taken.batches, taken.rows = collated(rows, bounds, self.how, self._epoch, start, ids)
+            if not taken.more and self._ended:
+                self._ahead.clear()  # under drop_last: the rest
+            return taken
 
     def _fill(self, rows: int) -> None:
         """Read ahead until `rows` rows wait, or the epoch ends, or a row cannot be read (then its turn comes later)."""
@@ -174,24 +142,35 @@ class StreamReader:
             except Exception as error:
                 self._error = error
 
+    def _look_ahead(self) -> int | None:
+        return look_of([self._ahead[0]]) if self._ahead else None
+
+    def _raise_error(self, row: int) -> None:
+        """What reading `row` raised, if it did."""
+        if (error := self._error) is not None:
+            raise DataError(
+                f"row {row} of the stream could not be read (epoch {self._epoch}): {type(error).__name__}: {error}",
+                evidence=where(error),
+                fix=["leave bad rows out inside of the stream: after an error it may have no next row"],
+            ) from error
+
     def _open(self, epoch: int, mark: Mark = START) -> None:
         """Begin an epoch; with a state in the mark, where that state stands."""
         name = type(self.dataset).__name__
         if (self._began or epoch > 0) and hasattr(self.dataset, "__next__"):
+            what = [f"epoch {epoch} would begin it anew", f"there is no way back to row {mark.rows}"]
             raise DataError(
-                f"the stream is a {name}: it can be iterated once, and epoch {epoch} would begin it anew."
-                if epoch != self._epoch
-                else f"the stream is a {name}: it can be iterated once, and there is no way back to row {mark.rows}.",
+                f"the stream is a {name}: it can be iterated once, and {what[epoch == self._epoch]}.",
                 fix=["give an object whose __iter__ begins anew: class Rows(torch.utils.data.IterableDataset)"],
             )
         self._epoch, self._used, self._ended, self._error, self._began, self._first = epoch, 0, False, None, True, True
         self._ahead.clear()
-        rng.seed_all(mix(self.seed, epoch, _BEGIN))
+        rng.seed_all(mix(self.how.seed, epoch, _BEGIN))
         try:
             if callable(getattr(self.dataset, "set_epoch", None)):
-                self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
-            if mark.state is not None:
-                self.dataset.load_state_dict(copy.deepcopy(mark.state))  # type: ignore[attr-defined]
+                self.dataset.set_epoch(epoch)
+            if mark.state is not None and self.keeps_state:
+                self.dataset.load_state_dict(copy.deepcopy(mark.state))
                 self._used = mark.rows
             self._iterator = iter(self.dataset)
         except Exception as error:
@@ -199,46 +178,51 @@ class StreamReader:
                 f"the stream {name} could not begin epoch {epoch}: {type(error).__name__}: {error}",
                 evidence=where(error),
             ) from error
-        self._seeds = _seeds(self.seed, epoch, self._used)
+        self._seeds = _seeds(self.how.seed, epoch, self._used)
 
-    def _seek(self, epoch: int, mark: Mark) -> tuple[tuple[int, float] | None, bool]:
-        """Go to `mark` in `epoch`: by the dataset's own state, or by reading again. (rows, seconds) of the latter."""
-        if mark.state is not None and not self.keeps_state:
-            mark = Mark(mark.rows, None, mark.after)
+    def _seek(self, epoch: int, mark: Mark, taken: Taken) -> None:
+        """Go to `mark` in `epoch`: by the dataset's own state, or by reading again, which is said."""
         began = time.monotonic()
         self._open(epoch, mark)
-        while self._used < mark.rows:
+        if again := mark.rows - self._used:
+            while self._used < mark.rows:
+                self._fill(1)
+                if not self._ahead:
+                    self._raise_error(self._used)
+                    raise DataError(
+                        f"the stream ended after {self._used} rows of epoch {epoch}; the checkpoint was written after"
+                        f" {mark.rows} of them.",
+                        fix=["resume with the stream that the checkpoint was written with", "or start anew"],
+                    )
+                self._ahead.popleft()
+                self._used += 1
+            taken.notes.append(f"read {again:,} rows again in {time.monotonic() - began:.1f} s")
+        if mark.after is not None:
             self._fill(1)
-            if self._error is not None:
-                raise _bad_row(self._used, epoch, self._error) from self._error
-            if not self._ahead:
-                raise DataError(
-                    f"the stream ended after {self._used} rows of epoch {epoch}; the checkpoint was written after"
-                    f" {mark.rows} of them.",
-                    fix=["resume with the stream that the checkpoint was written with", "or start anew"],
-                )
-            self._ahead.popleft()
-            self._used += 1
-        reread = (mark.rows, time.monotonic() - began) if mark.rows and mark.state is None else None
-        if mark.after is None:
-            return reread, False
-        self._fill(1)
-        return reread, not self._ahead or look_of([self._ahead[0]]) != mark.after
+            taken.changed = self._look_ahead() != mark.after
 
     def _check_begin(self, job: StreamJob, taken: Taken) -> None:
         """A dataset may stay where load_state_dict put it, and begin the next epoch there: rows would be missing."""
-        if not self._first:
-            return
         if job.seek is not None:
             self._loaded = taken.look if job.seek[1].state is not None and taken.seen > 1 else None
-            return
-        stays, self._loaded = self._loaded == taken.look, None
-        if stays:
+        elif self._loaded == taken.look:
             raise DataError(
                 f"the stream begins epoch {self._epoch} in the middle: where its load_state_dict had put epoch"
                 f" {self._epoch - 1}.",
                 fix=["when __iter__ has come to the end, let it forget the loaded position"],
             )
+        else:
+            self._loaded = None
+
+    def _look_at_beginning(self, taken: Taken) -> None:
+        """An object that another run has left in the middle may go on there: rows would be missing."""
+        self._fill(1)
+        look = look_of([self.dataset.state_dict()])
+        try:
+            known = _beginnings.setdefault(self.dataset, {})
+        except TypeError:  # not hashable, or without weak references
+            return
+        taken.moved = known.setdefault(self._epoch, look) != look
 
 
 def _seeds(seed: int, epoch: int, start: int) -> Iterator[int]:
@@ -247,20 +231,11 @@ def _seeds(seed: int, epoch: int, start: int) -> Iterator[int]:
         start += _SEEDS
 
 
-def _bad_row(row: int, epoch: int, error: Exception) -> DataError:
-    return DataError(
-        f"row {row} of the stream could not be read (epoch {epoch}): {type(error).__name__}: {error}",
-        evidence=where(error),
-        fix=["leave bad rows out inside of the stream: after an error it may have no next row"],
-    )
-
-
 def look_of(rows: list[Any]) -> int:
     """A checksum of rows, the same in every process: numbers, texts and the beginnings of tensors and arrays."""
     crc = 0
-    for row in rows:
-        for leaf in _leaves(row):
-            crc = zlib.crc32(leaf, crc)
+    for leaf in _leaves(rows):
+        crc = zlib.crc32(leaf, crc)
     return crc
 
 

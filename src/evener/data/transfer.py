@@ -5,39 +5,31 @@ All CUDA lines of the data room are here. They have not run on a GPU yet: tests 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from evener.batch import apply, move
 
-Item = TypeVar("Item")
-
 
 def pinned(batch: Any) -> Any:
     """The batch in page-locked memory; what cannot be pinned stays as it is."""
-    return apply(batch, lambda t: t.pin_memory() if t.is_cpu else t, _pinned_object)
+    return apply(batch, _pin, _pin)
 
 
-def _pinned_object(other: Any) -> Any:
-    return other.pin_memory() if callable(getattr(other, "pin_memory", None)) else other
+def _pin(thing: Any) -> Any:
+    return (
+        thing.pin_memory() if callable(getattr(thing, "pin_memory", None)) and getattr(thing, "is_cpu", True) else thing
+    )
 
 
-def _record(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that `stream` uses these tensors, so that their memory is not reused too early."""
-
-    def tensor(t: torch.Tensor) -> torch.Tensor:
-        if t.is_cuda:
-            t.record_stream(stream)
-        return t
-
-    def other(thing: Any) -> Any:
-        if callable(getattr(thing, "record_stream", None)):
-            thing.record_stream(stream)
-        return thing
-
-    apply(batch, tensor, other)
+def _record(stream: torch.cuda.Stream, thing: Any) -> Any:
+    """Tell the allocator that `stream` uses this, so that its memory is not reused too early."""
+    if callable(getattr(thing, "record_stream", None)) and (thing.is_cuda if torch.is_tensor(thing) else True):
+        thing.record_stream(stream)
+    return thing
 
 
 class Transfer:
@@ -56,36 +48,33 @@ class Transfer:
         if self._stream is None:
             return [move(batch, self.device) for batch in batches], None
         with torch.cuda.stream(self._stream):
-            moved = [move(pinned(batch), self.device) for batch in batches]
-            return moved, self._stream.record_event()
+            return [move(pinned(batch), self.device) for batch in batches], self._stream.record_event()
 
     def finish(self, moved: list[Any], event: torch.cuda.Event | None) -> list[Any]:
         """The batches, safe to use on the current stream from here on."""
         if event is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
+            record = functools.partial(_record, current)
             for batch in moved:
-                _record(batch, current)
+                apply(batch, record, record)
         return moved
 
 
-def ahead(items: Iterator[Item], start: Callable[[Item], Item]) -> Iterator[Item]:
+def ahead(items: Iterator[Any], start: Callable[[Any], Any]) -> Iterator[Any]:
     """Yields `start(item)` of each, having started the next one before: one item of prefetch, in this thread.
 
     An error in the next item is raised after the current one was delivered, not instead of it.
     """
-    held: Item | None = None
+    held: list[Any] = []
     while True:
         try:
-            coming = start(next(items))
+            coming = [start(next(items))]
         except StopIteration:
-            if held is not None:
-                yield held
+            yield from held
             return
         except Exception:
-            if held is not None:
-                yield held
+            yield from held
             raise
-        if held is not None:
-            yield held
+        yield from held
         held = coming

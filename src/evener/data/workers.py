@@ -8,48 +8,27 @@ The DataLoader's iterator is used by private names where its own failure handlin
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 import traceback
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
-from evener.data.processes import Watch, signal_name, started_by
-from evener.data.read import AnyStep, Job, Loaded, listed
+from evener.data.processes import Watch, started_by
+from evener.data.read import Loaded, Reader, listed
+from evener.data.source import Source
 from evener.dist.mix import mix
 from evener.errors import DataError, UsageError, WorkerError
 
 # How often a wait looks after the workers' health and its own deadline.
 _POLL_SECONDS = 0.5
-
-
-class Reader(Protocol):
-    """What reads a job: a `GatherReader`, a `RowReader` or a `StreamReader`."""
-
-    def read(self, job: Any) -> Loaded:
-        """The job's batches."""
-
-    def read_all(self, steps: Iterator[Any]) -> Iterator[tuple[Any, Loaded]]:
-        """Each step with the batches of its job."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A DataError on its way from a worker, with the traceback that only the worker had."""
-
-    error: DataError
-    trace: str
 
 
 class _InWorker(Exception):
@@ -60,25 +39,30 @@ class _InWorker(Exception):
 
 
 class _Jobs(Dataset[Any]):
-    """The 'dataset' that the DataLoader's workers index with jobs."""
+    """The 'dataset' that the DataLoader's workers index with jobs. A DataError comes back with its traceback."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    def __getitem__(self, job: Job) -> Loaded | _Failed:
+    def __getitem__(self, job: Any) -> Loaded | tuple[DataError, str]:
         try:
             return self.reader.read(job)
         except DataError as error:
-            return _Failed(error, "".join(traceback.format_exception(error)))
+            return error, "".join(traceback.format_exception(error))
+
+
+class _Loader(DataLoader[Any]):
+    def check_worker_number_rationality(self) -> None:
+        """No advice: the number was somebody's choice."""
 
 
 class _JobSampler:
     """Hands the jobs of the current pass to the DataLoader, which asks for an iterator anew for every pass."""
 
     def __init__(self) -> None:
-        self.jobs: Iterator[Job] = iter(())
+        self.jobs: Iterator[Any] = iter(())
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[Any]:
         return self.jobs
 
 
@@ -86,61 +70,40 @@ def _as_is(loaded: Any) -> Any:
     return loaded
 
 
-@contextlib.contextmanager
-def _no_advice() -> Iterator[None]:
-    """Without the DataLoader's warning about more workers than CPUs: the number was somebody's choice."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        yield
-
-
 class Workers:
     """`count` processes that read jobs ahead, kept between passes until `close`.
 
     Args:
         reader: Sent to every worker (by fork: as it is; by spawn: pickled).
-        count: At least 1.
-        prefetch: Jobs in flight per worker; None is torch's default of 2.
+        source: For what a DataLoader said about workers.
         timeout: Seconds that one wait may take before the workers count as hanging.
         pin: Let the DataLoader's thread pin the results (CUDA).
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        *,
-        count: int,
-        timeout: float,
-        seed: int,
-        prefetch: int | None = None,
-        pin: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
-        context: Any = None,
-    ) -> None:
+    def __init__(self, reader: Reader, source: Source, count: int, timeout: float, seed: int, pin: bool) -> None:
         self.count, self.timeout = count, timeout
         self._sampler = _JobSampler()
-        with _no_advice():
-            self._loader: DataLoader[Any] = DataLoader(
-                _Jobs(reader),
-                batch_size=None,
-                sampler=self._sampler,
-                num_workers=count,
-                collate_fn=_as_is,
-                pin_memory=pin,
-                timeout=timeout,
-                worker_init_fn=started_by(context, worker_init_fn),
-                multiprocessing_context=context,
-                # Its own generator: the DataLoader would draw from the global one.
-                generator=torch.Generator().manual_seed(mix(seed)),
-                prefetch_factor=prefetch,
-                persistent_workers=True,
-            )
+        self._loader = _Loader(
+            _Jobs(reader),
+            batch_size=None,
+            sampler=self._sampler,
+            num_workers=count,
+            collate_fn=_as_is,
+            pin_memory=pin,
+            timeout=timeout,
+            worker_init_fn=started_by(source.multiprocessing_context, source.worker_init_fn),
+            multiprocessing_context=source.multiprocessing_context,
+            # Its own generator: the DataLoader would draw from the global one.
+            generator=torch.Generator().manual_seed(mix(seed)),
+            prefetch_factor=source.prefetch_factor,
+            persistent_workers=True,
+        )
         self._iterator: Any = None
         self._pass = 0
-        self._flight: deque[tuple[int, Any]] = deque()  # (number in the pass, step) that workers have or had
+        self._flight: deque[tuple[int, Any, Any]] = deque()  # (number in the pass, plan, job) that workers have or had
 
-    def read(self, steps: Iterator[AnyStep]) -> Iterator[tuple[AnyStep, Loaded]]:
-        """(step, its result) in order, while the workers read ahead. One pass at a time: a new one ends the one before.
+    def read(self, steps: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Loaded]]:
+        """(plan, result) for each (plan, job), in order, while the workers read ahead. A new pass ends the one before.
 
         Raises:
             DataError: what a reader raised, with the worker's traceback as its cause.
@@ -149,16 +112,15 @@ class Workers:
         if self._flight and self._iterator is not None:
             self._abandon()  # the pass before was left in the middle: new workers cost less than finishing its jobs
         self._pass += 1
-        turn, flight = self._pass, deque[tuple[int, AnyStep]]()
+        turn, flight = self._pass, deque[tuple[int, Any, Any]]()
         self._flight = flight
-
         broken: list[Exception] = []
 
-        def jobs() -> Iterator[Job]:
+        def jobs() -> Iterator[Any]:
             try:
-                for number, step in enumerate(steps):
-                    flight.append((number, step))
-                    yield step.job
+                for number, (plan, job) in enumerate(steps):
+                    flight.append((number, plan, job))
+                    yield job
             except Exception as error:  # of a later update: those before it are delivered first
                 broken.append(error)
 
@@ -175,18 +137,18 @@ class Workers:
                 if broken:
                     raise broken[0]
                 return
-            step = flight.popleft()[1]
-            if isinstance(result, _Failed):
-                raise result.error from _InWorker(result.trace)
-            yield step, result
+            _, plan, _ = flight.popleft()
+            if isinstance(result, tuple):
+                error, trace = result
+                raise error from _InWorker(trace)
+            yield plan, result
 
     def _begin(self) -> None:
         if self._iterator is not None:
             self._look_for_dead(None)
             self._iterator._timeout = self.timeout  # the workers' greeting at the start of a pass is not polled
         try:
-            with _no_advice():
-                self._iterator = iter(self._loader)
+            self._iterator = iter(self._loader)
             self._iterator._timeout = min(_POLL_SECONDS, self.timeout)
         except Exception as error:  # not picklable, no more processes, no shared memory
             if self._iterator is not None:
@@ -232,37 +194,35 @@ class Workers:
 
     def _look_for_dead(self, cause: Exception | None) -> None:
         dead = [(w, process) for w, process in enumerate(self._iterator._workers) if not process.is_alive()]
-        if dead:
-            raise self._died(dead) from cause
-
-    def _died(self, dead: list[tuple[int, BaseProcess]]) -> WorkerError:
+        if not dead:
+            return
         evidence: list[str] = []
         fix: list[str] = []
         for worker, process in dead:
             code = process.exitcode
-            how = f"killed by {signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
+            killed_by = [one.name for one in signal.Signals if one == -(code or 0)]
+            how = f"killed by {killed_by[0]}" if killed_by else f"exit code {code}"
             evidence.append(f"worker {worker}, pid {process.pid}: {how}")
-            held = [step.job.ids for number, step in self._flight if number % self.count == worker]
+            held = [job.ids for number, _, job in self._flight if number % self.count == worker]
             evidence += [f"rows that it had or was reading: {listed(np.concatenate(held))}"] if held else []
             if code == -signal.SIGKILL:
                 fix = ["SIGKILL is most often the kernel's out-of-memory killer (dmesg): fewer num_workers"]
             elif code == -getattr(signal, "SIGBUS", 0):
                 fix = ["SIGBUS is most often a full /dev/shm: docker run --shm-size=8g, or fewer num_workers"]
         self._abandon()
-        pids = ", ".join(str(process.pid) for _, process in dead)
-        return WorkerError(
-            f"a data worker died (pid {pids}).",
+        raise WorkerError(
+            f"a data worker died (pid {', '.join(str(process.pid) for _, process in dead)}).",
             evidence=evidence,
             fix=[*fix, "num_workers=0 reads the same rows in this process and shows what they do"],
-        )
+        ) from cause
 
     def _hangs(self) -> WorkerError:
-        number, step = self._flight[0]
+        number, _, job = self._flight[0]
         pid = self._iterator._workers[number % self.count].pid
         self._abandon()
         return WorkerError(
             f"a data worker gave no batch within {self.timeout:g} s.",
-            evidence=[f"worker {number % self.count}, pid {pid}", f"waited for rows {listed(step.job.ids)}"],
+            evidence=[f"worker {number % self.count}, pid {pid}", f"waited for rows {listed(job.ids)}"],
             fix=[
                 "num_workers=0 reads the same rows in this process: interrupt it to see where the slow row waits",
                 f"rows that may take that long: timeout={self.timeout * 4:g} on the DataLoader",

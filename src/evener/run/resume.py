@@ -71,15 +71,12 @@ def marks_of(cursor: Cursor, stream: str | None, world_size: int) -> dict[str, A
     if stream is None or mark is None:
         return None
     if stream == "split":
-        return {"world_size": None, "marks": [[mark.rows, mark.state, mark.after, mark.ended]]}
+        return {"world_size": None, "marks": [[*mark]]}
     tree, tensors = encode(mark.state)
     held = base64.b64encode(safetensors.torch.save({k: t.cpu().contiguous() for k, t in tensors.items()})).decode()
-    every = comm.all_gather([mark.rows, tree, held, mark.after, mark.ended])
-    marks = [
-        [rows, decode(tree, safetensors.torch.load(base64.b64decode(held))), after, ended]
-        for rows, tree, held, after, ended in every
-    ]
-    return {"world_size": world_size, "marks": marks}
+    marks = [Mark(*one) for one in comm.all_gather([*mark._replace(state=[tree, held])])]
+    states = [decode(tree, safetensors.torch.load(base64.b64decode(held))) for _, (tree, held), *_ in marks]
+    return {"world_size": world_size, "marks": [[*m._replace(state=state)] for m, state in zip(marks, states)]}
 
 
 def mark_from(position: Mapping[str, Any], rank: int, world_size: int) -> Mark | None:
@@ -103,8 +100,7 @@ def mark_from(position: Mapping[str, Any], rank: int, world_size: int) -> Mark |
                 'stream="split" can be resumed on any number of processes, everywhere',
             ],
         )
-    rows, state, after, ended = marks[0 if then is None else rank]
-    return Mark(rows, state, after, ended)
+    return Mark(*marks[0 if then is None else rank])
 
 
 def _look(tensor: torch.Tensor) -> str:
