@@ -69,6 +69,10 @@ def test_an_import_is_not_added_twice_and_goes_above_the_first_use():
     assert after.count("import os") == 1
     without = fixed(code.replace("import os\n", ""), one("local-rank-flag"))
     assert without.startswith("import os\nimport torch")
+    marked = "#!/usr/bin/python\n# coding: utf-8\n" + code.replace("import os\n", "")
+    assert fixed(marked, one("local-rank-flag")).startswith(
+        "#!/usr/bin/python\n# coding: utf-8\nimport os\nimport torch"
+    )
 
 
 @pytest.mark.parametrize(

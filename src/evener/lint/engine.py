@@ -19,6 +19,7 @@ from evener.lint.source import Source
 EXCLUDED = ("__pycache__", "venv", "env", "build", "dist", "node_modules", "site-packages", "wandb", "*.egg-info")
 # A file without any of these words has nothing to say: it is not parsed.
 WORDS = re.compile(rb"torch|apex|evener|accelerat|nvidia-smi|CUDA_VISIBLE|MASTER_|LOCAL_RANK|local_rank|set_epoch")
+TESTS = re.compile(r"^test_.*\.py$|_test\.py$|^conftest\.py$")
 SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")  # only their launch lines are read
 PARALLEL_FROM = 24  # below so many files, starting processes costs more than it brings
 CONTEXT_FILES = 24  # imported files that are read for one that is linted
@@ -73,9 +74,9 @@ def lint(paths: Sequence[str | os.PathLike[str]], options: Options | None = None
     chosen = options.rules()
     files = find([os.fspath(path) for path in paths], options.exclude)
     if len(files) < PARALLEL_FROM or options.processes == 1:
-        project, broken = join(files, map(read_facts, files))
-        results: Iterable[list[Finding]] = map(partial(check, project, chosen), files)
-        findings = [one for result in results for one in result]
+        sources: dict[str, Source] = {}  # few files: each is parsed once
+        project, broken = join(files, map(partial(read_facts, keep=sources), files))
+        findings = [one for path in files for one in check(project, chosen, path, sources.pop(path, None))]
     else:
         findings, broken = _in_processes(files, chosen, options.processes)
     findings += broken
@@ -160,7 +161,7 @@ def find(paths: list[str], exclude: Sequence[str] = ()) -> list[str]:
     return list(found)
 
 
-def read_facts(path: str) -> Facts | Finding:
+def read_facts(path: str, keep: dict[str, Source] | None = None) -> Facts | Finding:
     """What the project needs of one file; a finding "unreadable" where it does not parse."""
     try:
         with open(path, "rb") as file:
@@ -171,7 +172,10 @@ def read_facts(path: str) -> Facts | Finding:
     if path.endswith(SCRIPTS) or not (package or WORDS.search(data)):
         return Facts(path)
     try:
-        return facts(Source(path, data))
+        source = Source(path, data)
+        if keep is not None:
+            keep[path] = source
+        return facts(source)
     except SyntaxError as error:
         return _unreadable(path, error.lineno or 1, f"does not parse as Python: {error.msg}")
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -190,15 +194,17 @@ def check_many(known: dict[str, Facts], ids: list[str], files: list[str]) -> lis
     return [one for path in files for one in check(project, chosen, path)]
 
 
-def check(project: Project, chosen: tuple[Rule, ...], path: str) -> list[Finding]:
+def check(project: Project, chosen: tuple[Rule, ...], path: str, source: Source | None = None) -> list[Finding]:
     """All findings of one file on disk."""
     if path not in project.files:
         return []
     with open(path, "rb") as file:
-        return check_data(project, chosen, path, file.read())
+        return check_data(project, chosen, path, file.read(), source)
 
 
-def check_data(project: Project, chosen: tuple[Rule, ...], path: str, data: bytes) -> list[Finding]:
+def check_data(
+    project: Project, chosen: tuple[Rule, ...], path: str, data: bytes, source: Source | None = None
+) -> list[Finding]:
     """All findings of one file with this content, without those silenced by comments."""
     if path.endswith(SCRIPTS):
         from evener.lint.rules.migrate import TorchDistributedLaunch
@@ -208,11 +214,12 @@ def check_data(project: Project, chosen: tuple[Rule, ...], path: str, data: byte
         ]
     if not WORDS.search(data):
         return []
-    file = Checked(Source(path, data), project)
+    file = Checked(source or Source(path, data), project)
     lines, whole = file.source.ignores()
     if "*" in whole:
         return []
-    found = {one: None for rule in chosen for one in rule.check(file)}
+    tests = bool(TESTS.search(os.path.basename(path)))
+    found = {one: None for rule in chosen if rule.in_tests or not tests for one in rule.check(file)}
     return [
         one for one in found
         if one.rule not in whole and not {one.rule, "*"} & lines.get(one.line, set())

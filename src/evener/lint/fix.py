@@ -6,7 +6,6 @@ import ast
 from dataclasses import dataclass
 
 from evener.lint import engine
-from evener.lint.apex import end_of_imports
 from evener.lint.project import Project
 from evener.lint.rule import Edit, Finding, Rule
 from evener.lint.source import Source
@@ -120,16 +119,9 @@ def _imported(data: bytes, line: str) -> bytes:
         if not future and not (isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Constant)):
             break
         at = source.starts[stmt.end_lineno or stmt.lineno]
-    while not at and data.startswith((b"#", b"\xef\xbb\xbf#")) and data[at : at + 1] == b"#":  # a shebang or a licence
-        at = data.index(b"\n", at) + 1 if b"\n" in data[at:] else len(data)
-    if at == 0 and data.startswith(b"#"):
-        lines = data.splitlines(keepends=True)
-        at = sum(
-            len(one)
-            for one in lines[: next((i for i, one in enumerate(lines) if not one.startswith(b"#")), len(lines))]
-        )
+    for row in source.lines if not at else ():  # a shebang, an encoding, a licence
+        if not row.startswith(b"#"):
+            break
+        at += len(row)
     end = "\r\n" if b"\r\n" in data else "\n"
     return data[:at] + f"{line}{end}".encode() + data[at:]
-
-
-__all__ = ["Fixed", "apply", "end_of_imports", "fix_file"]

@@ -17,7 +17,7 @@ MADE = {
     "Fabric": "accelerator", "StatefulDataLoader": "loader",
 }  # fmt: skip
 LIBRARIES = ("torch", "apex", "accelerate", "torchdata", "lightning", "torchft")
-SAME = {"to", "cuda", "cpu", "half", "float", "bfloat16", "train", "eval", "double"}  # x.to(device) is what x is
+SAME = re.compile(r"to|cuda|cpu|half|float|bfloat16|train|eval|double")  # x.to(device) is what x is
 ONE_RANK = re.compile(
     r"(^|_|\b)(is_)?((local_|global_|world_)?(main|master|primary|chief|root|first)(_local)?(_process|_rank|_worker|_proc|_node)?"
     r"|rank_?(0|zero)|global_zero|(local_|world_)?process_zero|logger_rank)$",
@@ -86,6 +86,13 @@ class Names:
             found = self.bound.get((scope, text), [])
         return found
 
+    def now(self, node: ast.expr) -> list[tuple[ast.stmt, ast.expr]]:
+        """The values that the name may have at this line: those assigned above, where it belongs to this function."""
+        found = self.values(node)
+        here = self.source.function(node)
+        line = node.lineno
+        return [one for one in found if one[0].lineno < line or self.source.function(one[0]) is not here]
+
     def kinds(self, node: ast.expr) -> frozenset[str]:
         """What the expression may hold; empty where nothing is known."""
         if node not in self._kinds:
@@ -131,7 +138,7 @@ class Names:
         if isinstance(call.func, ast.Attribute):
             if end == "prepare" or call.func.attr == "prepare":
                 return frozenset({"managed"})
-            if call.func.attr in SAME:
+            if SAME.fullmatch(call.func.attr):
                 return self.kinds(call.func.value)
         if end == "initialize" and call.args:  # amp.initialize(model, optimizer), deepspeed.initialize
             return frozenset({"managed"}) if root == "deepspeed" else frozenset()
@@ -329,6 +336,8 @@ def facts(source: Source) -> Facts:
         held = tuple((where, kinds) for where, kinds in at if kinds)
         caller = source.qualname(ctx.function)
         calls.append(Call(callee, caller, names.guard(ctx), names.without_grad(call), held))
+    if any(node.attr == "local_rank" and isinstance(node.ctx, ast.Load) for node in source.of(ast.Attribute)):
+        uses.add("local_rank")
     uses |= {"epoch loop" for loop in source.loops() if loops_over_epochs(names, loop)}
     functions = {
         source.qualname(one): tuple(arg.arg for arg in [*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs])
@@ -373,6 +382,8 @@ def in_checkpoint(names: Names, node: ast.expr) -> Iterator[str]:
     for key, value in entries(names, node):
         yield "parts"
         text = names.source.segment(value)
+        if literal(value) is None:
+            continue
         if re.search(r"\bscaler\b.*state_dict|amp\.state_dict", text) or "scaler" in key or key == "amp":
             yield "scaler"
         elif re.search(r"optim\w*(\[.*\])?\.state_dict|\bopt\w*\.state_dict", text) or key in ("optimizer", "optim"):

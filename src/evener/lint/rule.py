@@ -78,6 +78,7 @@ class Rule:
     """Subclasses set `level`, `fix` (one line: what to do) and write `check`."""
 
     level: ClassVar[str] = "warning"
+    in_tests: ClassVar[bool] = True  # False: a test does that on purpose
     fix: ClassVar[str] = ""
 
     def __init__(self) -> None:

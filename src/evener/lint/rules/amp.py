@@ -248,6 +248,7 @@ class ScalerNotSaved(Rule):
         torch.save(state, "last.pt")
     """
 
+    in_tests = False
     fix = 'save "scaler": scaler.state_dict() too, and load it on resume'
 
     def check(self, file: Checked) -> Iterator[Finding]:

@@ -87,6 +87,7 @@ class LoadNeedsWeightsOnly(Rule):
     """
 
     level = "error"
+    in_tests = False
     fix = "save vars(args) or plain values; weights_only=False only for files that you trust"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -111,11 +112,9 @@ class LoadNeedsWeightsOnly(Rule):
         up = file.source.parent[call]
         if isinstance(up, ast.Subscript):
             return isinstance(literal(up.slice), str)
-        if (
-            isinstance(literal(call.args[0]) if call.args else ..., str)
-            and not file.project.files[file.source.path].saved
-        ):
-            return False
+        paths = [call.args[0], *(value for _, value in file.names.values(call.args[0]))] if call.args else []
+        if any(isinstance(path := literal(one), str) and file.source.text.count(path) < 2 for one in paths):
+            return False  # weights from elsewhere: nothing here writes a file of this name
         if not isinstance(up, ast.Assign) or not isinstance(up.targets[0], ast.Name | ast.Attribute):
             return False
         text = re.escape(file.source.segment(up.targets[0]))
@@ -136,6 +135,7 @@ class LoadNoMapLocation(Rule):
         state = torch.load("last.pt", map_location="cpu")
     """
 
+    in_tests = False
     fix = 'map_location="cpu", or this rank\'s device'
 
     def check(self, file: Checked) -> Iterator[Finding]:

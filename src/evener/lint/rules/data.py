@@ -54,6 +54,7 @@ class SamplerNoSetEpoch(Rule):
                 train_step(x, y)
     """
 
+    in_tests = False
     fix = "call sampler.set_epoch(epoch) at the start of every epoch"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -134,6 +135,7 @@ class DdpLoaderNoSampler(Rule):
         train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, sampler=sampler)
     """
 
+    in_tests = False
     fix = "sampler=DistributedSampler(dataset) instead of shuffle=True"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -174,6 +176,7 @@ class EvalSamplerShuffles(Rule):
         val_sampler = torch.utils.data.distributed.DistributedSampler(val_set, shuffle=False)
     """
 
+    in_tests = False
     fix = "shuffle=False"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -186,7 +189,10 @@ class EvalSamplerShuffles(Rule):
             function = file.source.function(call)
             about = f"{bound} {rows}"
             if not HELD_OUT.search(about) or TRAINED.search(about):
-                if not (function and HELD_OUT.search(function.name) and not TRAINED.search(about + function.name)):
+                loader = function and re.search(
+                    r"(val|valid|test|eval)\w*?_?(loader|dataset|data)", function.name, re.I
+                )
+                if function is None or not loader or TRAINED.search(about + function.name):
                     continue
             edit = (
                 add_argument(file.source, call, "shuffle=False")

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from evener.lint.names import SAME
 from evener.lint.rule import Checked, Edit, Finding, Rule, replace
 from evener.lint.source import keyword, last, literal
 
@@ -175,6 +176,7 @@ class WrappedStateDict(Rule):
         torch.save(model.module.state_dict(), "model.pt")
     """
 
+    in_tests = False
     fix = "save model.module.state_dict()"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -194,9 +196,10 @@ class WrappedStateDict(Rule):
                 model = inner.func.value
                 if not isinstance(model, ast.Name | ast.Attribute) or names.kinds(model).isdisjoint({"ddp", "dp"}):
                     continue
-                values = names.values(model)
+                values = names.now(model)
                 unwrapped = [v for _, v in values if isinstance(v, ast.Attribute) and v.attr == "module"]
-                if unwrapped:
+                wrapped = any(not names.kinds(value).isdisjoint({"ddp", "dp"}) for _, value in values)
+                if unwrapped or (names.values(model) and not wrapped):
                     continue
                 last_stmt, last_value = values[-1] if values else (None, None)
                 always = (
@@ -244,7 +247,7 @@ class DpModelOffFirst(Rule):
                     if (m := re.fullmatch(r"cuda:(\d+)", str(where)))
                     else None
                 )
-                if value.func.attr in ("cuda", "to") and index is not None and index != first:
+                if SAME.fullmatch(value.func.attr) and index is not None and index != first:
                     text = f'"cuda:{first}"' if isinstance(where, str) else str(first)
                     yield self.found(
                         file,

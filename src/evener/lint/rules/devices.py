@@ -142,11 +142,15 @@ class DeviceComparedToStr(Rule):
         return isinstance(literal(node), str)
 
     def _device(self, file: Checked, node: ast.expr) -> bool:
-        values = file.names.values(node) if isinstance(node, ast.Name | ast.Attribute) else []
-        if values:
-            return all(file.names.kinds(value) == {"device"} for _, value in values)
-        if isinstance(node, ast.Name):
-            return file.names.kinds(node) == {"device"}
+        """It surely is one: every value that it is seen to get is one. A parameter may be given a string as well."""
+        if isinstance(node, ast.Name | ast.Attribute):
+            function = file.source.function(node)
+            if isinstance(node, ast.Name) and function is not None and node.id in file.source.params[function]:
+                return False
+            values = [value for _, value in file.names.now(node)]
+            return bool(values) and all(self._device(file, value) for value in values)
+        if isinstance(node, ast.IfExp):
+            return self._device(file, node.body) and self._device(file, node.orelse)
         return isinstance(node, ast.Call) and file.source.name(node.func) == "torch.device"
 
 

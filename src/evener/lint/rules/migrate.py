@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files as package_files
+from pathlib import Path
 from typing import Any
 
 from evener.lint.apex import codemod
@@ -18,7 +17,9 @@ from evener.lint.source import Function, keyword, last, literal
 @cache
 def table() -> dict[str, list[dict[str, Any]]]:
     """renames.toml: names that are gone or deprecated, and what replaces them."""
-    return tomllib.loads((package_files("evener.lint") / "renames.toml").read_text("utf-8"))
+    import tomllib  # both cost what parsing a file costs: only when a rule asks
+
+    return tomllib.loads(Path(__file__).parents[1].joinpath("renames.toml").read_text("utf-8"))
 
 
 def references(file: Checked) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
@@ -119,7 +120,7 @@ class CudaAmpDeprecated(Rule):
         uses = []
         for node, dotted in references(file):
             match = re.fullmatch(r"torch\.(cuda|cpu)\.amp(?:\.autocast_mode|\.grad_scaler)?\.(\w+)", dotted)
-            if match and match[2] in order:
+            if match and match[2] in order and not file.source.at(node).handlers:  # an except keeps old versions going
                 uses.append((node, match[1], match[2]))
         imports = []
         for stmt, alias, dotted in imported(file):
@@ -201,7 +202,7 @@ class RemovedImport(Rule):
         rows = {row["old"]: row for row in table()["import"]}
         for stmt, alias, dotted in imported(file):
             old = next((name for name in rows if dotted == name or dotted.startswith(f"{name}.")), None)
-            if old is None:
+            if old is None or file.source.at(stmt).handlers:
                 continue
             row = rows[old]
             new = row.get("new")
@@ -429,7 +430,7 @@ class LocalRankFlag(Rule):
             flags = [literal(arg) for arg in call.args]
             if "--local_rank" not in flags or "--local-rank" in flags:
                 continue
-            if not re.search(r"\.local_rank\b|\[.local_rank.\]", source.text) and not file.calls("init_process_group"):
+            if not re.search(r"\[.local_rank.\]", source.text) and not file.uses("local_rank"):
                 continue
             first = call.args[flags.index("--local_rank")]
             default = keyword(call, "default")
@@ -497,7 +498,7 @@ class TorchDistributedLaunch(Rule):
             if new != source.exact(node):
                 yield self.found(file, node, "torch.distributed.launch is deprecated", replace(source, node, new))
         for stmt, _, dotted in imported(file):
-            if dotted.startswith("torch.distributed.launch"):
+            if re.match(r"torch\.distributed\.launch(\.|$)", dotted):
                 yield self.found(file, stmt, "torch.distributed.launch is deprecated", fix="torch.distributed.run")
 
     def check_script(self, path: str, data: bytes) -> Iterator[Finding]:

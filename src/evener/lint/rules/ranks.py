@@ -176,6 +176,7 @@ class GlobalRankAsDevice(Rule):
     """
 
     level = "error"
+    in_tests = False
     fix = "use the local rank (LOCAL_RANK)"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -224,6 +225,7 @@ class LiteralRank(Rule):
     """
 
     level = "error"
+    in_tests = False
     fix = "leave them out under torchrun, or read RANK and WORLD_SIZE"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -232,7 +234,8 @@ class LiteralRank(Rule):
                 continue
             rank, size = keyword(call, "rank", 4), keyword(call, "world_size", 3)
             value, world = literal(rank), literal(size)
-            if isinstance(value, int) and value >= 0 and world != 1:
+            fake = literal(keyword(call, "backend", 0)) == "fake"
+            if isinstance(value, int) and value >= 0 and world != 1 and not fake:
                 yield self.found(file, call, f"every process claims rank {value}")
 
 
@@ -251,6 +254,7 @@ class DeviceCountAsWorldSize(Rule):
         batch_size = global_batch_size // world_size
     """
 
+    in_tests = False
     fix = "torch.distributed.get_world_size(), or WORLD_SIZE from the environment"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -306,6 +310,7 @@ class MasterEnvOverwritten(Rule):
         os.environ.setdefault("MASTER_PORT", "12355")
     """
 
+    in_tests = False
     fix = "os.environ.setdefault(...), or start with torchrun and set nothing"
 
     def check(self, file: Checked) -> Iterator[Finding]:
@@ -382,6 +387,7 @@ class SaveUnguarded(Rule):
             torch.save(model.module.state_dict(), "model.pt")
     """
 
+    in_tests = False
     fix = "save on rank 0 only"
 
     def check(self, file: Checked) -> Iterator[Finding]:
