@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from evener.cli import main, top
-from evener.gpus.values import Gpu, Health, Process, Snapshot
+from evener.gpus.values import Gpu, Health, Process, Snapshot, to_json
 from evener.report.live import Rank, Running, Story, Watcher, run_lines, verdict
 from evener.run.output import Output
 from evener.run.pulse import Pulse
@@ -241,8 +241,17 @@ def test_the_json_has_the_gpus_of_a_real_client_and_the_runs(tmp_path):
         timeout=60,
     )
     seen = json.loads(done.stdout)
-    assert list(seen) == ["host", "driver", "cuda", "source", "gpus", "trouble", "runs"]
+    assert list(seen) == ["host", *to_json(Snapshot()), "runs"]
+    assert {"driver", "cuda", "source", "trouble"} < set(seen)
     assert len(seen["gpus"]) == 8 and seen["gpus"][0]["utilization_percent"] == 97 and isinstance(seen["runs"], list)
+
+
+def test_a_loss_that_is_not_finite_is_text_in_json_and_in_the_view(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"kind": "update", "update": 3, "epoch": 0, "loss": "nan"}\n')
+    run = Running("r", str(tmp_path), ranks=(rank(0),), **Story(str(tmp_path)).facts(rank(0)))
+    (seen,) = json.loads(json.dumps(top.as_json(Snapshot(), [run]), allow_nan=False))["runs"]
+    assert seen["loss"] == "nan" and seen["update"] == 3 and seen["updates_per_second"] == 10.0
+    assert "update 3 · loss nan · 10 updates/s" in run_lines(run, str)[1]
 
 
 @linux

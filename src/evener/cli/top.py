@@ -101,14 +101,12 @@ def viewer() -> Callable[[], tuple[Snapshot, list[Running]]]:
 
 
 def as_json(gpus: Snapshot, runs: list[Running]) -> dict[str, Any]:
+    """What `evener gpus --json` says, between the host and its runs."""
     from evener.gpus import to_json
+    from evener.report.events import strict
 
-    seen = to_json(gpus)
-    return {
-        "host": socket.gethostname(),
-        **{name: seen[name] for name in ("driver", "cuda", "source", "gpus", "trouble")},
-        "runs": [dataclasses.asdict(run) for run in runs],
-    }
+    told = [strict(dataclasses.asdict(run)) for run in runs]
+    return {"host": socket.gethostname(), **to_json(gpus), "runs": told}
 
 
 def lines(gpus: Snapshot, runs: list[Running], *, columns: int) -> list[str]:

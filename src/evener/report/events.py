@@ -63,7 +63,7 @@ class Events:
         if missing or "t" in fields:
             raise ValueError(f"event {kind!r}: {'t is reserved' if 't' in fields else f'missing {missing}'}")
         event = {"t": round(time.time(), 3), "kind": kind, "update": update, "rank": rank, **fields}
-        line = json.dumps(_strict(event), allow_nan=False).encode("ascii") + b"\n"
+        line = json.dumps(strict(event), allow_nan=False).encode("ascii") + b"\n"
         line = b"\n" + line if self._torn else line
         self._torn = True  # until the whole line is known to be there
         written = os.write(self._descriptor, line)
@@ -96,7 +96,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 yield {"kind": "torn", "line": number, "text": line.decode("utf-8", "replace").rstrip("\n")}
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """`value` in what JSON can say: numbers of any library as numbers, a non-finite one and anything else as text."""
     if value is None or isinstance(value, str | bool):
         return value
@@ -105,9 +105,9 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
-        return {str(key): _strict(one) for key, one in value.items()}
+        return {str(key): strict(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset | range):
-        return [_strict(one) for one in value]
+        return [strict(one) for one in value]
     if hasattr(value, "tolist"):  # numpy's and torch's own numbers and arrays
-        return _strict(value.tolist())
+        return strict(value.tolist())
     return str(value)
