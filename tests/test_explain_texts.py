@@ -56,6 +56,7 @@ def test_a_kind_is_complete_in_both_languages(kind):
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_every_figure_in_a_text_has_a_source(kind):
     known = {name for pattern in kind.values for name in pattern.regex.groupindex}
+    known |= {name for pattern in kind.everywhere for name in pattern.regex.groupindex}
     known |= DECIDED if kind.decide or kind.name.startswith("oom") else {"rank"}
     for texts in (*kind.texts.values(), *(one for sub in kind.subs for one in (sub.texts["en"], sub.texts["zh"]))):
         for _, one in sentences(texts):
@@ -90,7 +91,9 @@ def test_decisions_name_only_kinds_and_sub_causes_that_exist():
 
 def test_the_fixed_words_are_complete():
     assert words("en").keys() == words("zh").keys()
-    assert all(CHINESE.search(text) for key, text in words("zh").items() if key not in ("rank", "ranks", "on_rank", "on_ranks"))
+    assert all(
+        CHINESE.search(text) for key, text in words("zh").items() if key not in ("rank", "ranks", "on_rank", "on_ranks")
+    )
 
 
 @pytest.mark.parametrize(

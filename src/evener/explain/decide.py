@@ -180,7 +180,7 @@ def port(match: Match, facts: Facts) -> bool:
     said = re.search(r"(?:port:? ?|:)(\d{3,5})\b(?=[ ,.(]|$)", match.flat)
     if said:
         match.values["port"] = said[1]
-    everything = "\n".join(line.text for line in facts.lines)
+    everything = facts.everything
     binders = {line.rank for line in facts.lines if re.search(r"EADDRINUSE|errno: 98|already in use", line.text)}
     if re.search(r"\bSLURM|srun:|slurmstepd", everything):
         match.sub = "launcher-per-task"
@@ -200,61 +200,13 @@ def duplicate(match: Match, facts: Facts) -> bool:
         match.values |= {"ranks": listed(match.rank), "bus": found[3]}
         if len(found[3]) <= 8:
             match.values["pci"] = f"{int(found[3], 16) >> 12:02x}"
-    everything = "\n".join(line.text for line in facts.lines)
+    everything = facts.everything
     if re.search(r"SLURM|srun", everything) or (
         found and any(re.match(r"\d+: ", line.shown) for line in match.evidence)
     ):
         match.sub = "slurm"
     elif re.search(r"device\s*=\s*['\"]cuda(?::0)?['\"]|\.cuda\(0\)|set_device\(0\)", everything):
         match.sub = "hard-coded"
-    return True
-
-
-def shm(match: Match, facts: Facts) -> bool:
-    """SIGBUS is a full /dev/shm, or a mapped file that ends early; a listing in the text tells which."""
-    everything = "\n".join(line.text for line in facts.lines)
-    sizes = re.search(
-        r"(?m)^\S+ +([\d.]+)([KMGT])?i?B? +([\d.]+)([KMGT])?i?B? +([\d.]+)([KMGT])?i?B? +(\d+)% +/dev/shm", everything
-    )
-    mapped = re.search(r"(?i)lmdb|mmap|memmap|\.h5\b|arrow", everything)
-    if (sizes and int(sizes[7]) < 50) or (mapped and not re.search("insufficient|No space", match.flat)):
-        match.sub = "mapped-file"
-    if match.ended is not None:
-        match.confidence = "medium"
-    return True
-
-
-def killed(match: Match, facts: Facts) -> bool:
-    """SIGKILL: whose, and who sent it."""
-    everything = "\n".join(line.text for line in facts.lines)
-    if re.search(r"OOMKilled|exit code 137|reason: Evicted", everything):
-        match.sub = "container"
-    elif re.search(r"oom_kill|oom-kill|Out Of Memory|Memory cgroup out of memory", everything):
-        match.sub = "cgroup"
-    elif re.search(r"Out of memory: Killed process|oom_reaper", everything):
-        match.sub = "kernel"
-    elif "DataLoader worker" in match.flat:
-        match.sub = "worker"
-    elif "no process was killed for want of memory" in everything:
-        match.sub = "somebody"
-    else:
-        match.confidence = "medium"
-    if named := re.search(r"Killed process (\d+) \(([\w.:-]+)\).*?anon-rss:(\d+)kB", everything):
-        match.values |= {"pid": named[1], "rss": oom.shown(float(named[3]))}
-    return True
-
-
-def joined(match: Match, facts: Facts) -> bool:
-    match.known, match.rank = False, None
-    if found := re.search(r"(\d+)/(\d+) clients joined", match.flat):
-        match.values |= {"joined": found[1], "expected": found[2], "missing": str(int(found[2]) - int(found[1]))}
-        match.sub = "missing-ranks"
-    elif "expected, but not set" in match.flat:
-        match.known = None  # nobody else is needed for that
-    elif re.search(r"RendezvousClosed", match.flat):
-        match.sub = "closed"
-    elif re.search(r"(?:hostname|getaddrinfo|Name or service|resolve)", match.flat):
-        match.sub = "name"
     return True
 
 
@@ -308,33 +260,6 @@ def launcher(match: Match, facts: Facts) -> bool:
     return True
 
 
-def driver(match: Match, facts: Facts) -> bool:
-    if found := re.search(r"found version (\d+)", match.flat):
-        number = int(found[1])
-        match.values |= {"version": found[1], "cuda": f"{number // 1000}.{number % 1000 // 10}"}
-    return True
-
-
-def capability(match: Match, facts: Facts) -> bool:
-    text = "\n".join(line.text for line in facts.lines)
-    if found := re.search(r"capability (sm_\d+\w?)", text):
-        match.values["capability"] = found[1]
-        if int(re.sub(r"\D", "", found[1])) >= 100:
-            match.values["wheel"] = "cu128"
-    if found := re.search(r"supports CUDA capabilities ((?:sm_\w+ ?)+)", text):
-        match.values["supported"] = found[1].strip()
-    return True
-
-
-def inplace(match: Match, facts: Facts) -> bool:
-    everything = "\n".join(line.text for line in facts.lines) + (match.raised.code if match.raised else "")
-    if re.search(r"view was created|leaf Variable|which is output \d+ of", match.flat):
-        match.sub, match.confidence = "own-operation", "medium"
-    elif not re.search(r"DistributedDataParallel|DDP|torchrun|rank", everything):
-        match.confidence = "medium"
-    return True
-
-
 def own_error(match: Match, facts: Facts) -> bool:
     """evener's own errors carry their evidence and fix: they are handed through."""
     lines = match.text.splitlines()
@@ -376,6 +301,6 @@ def listed(ranks: list[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)
 
 
-_ALL: tuple[Callable[[Match, Facts], bool], ...] = (memory, timeout, desync, scale, keys, port, duplicate, shm, killed)
-_ALL += (joined, messenger, launcher, driver, capability, inplace, own_error, plain_exception)
+_ALL: tuple[Callable[[Match, Facts], bool], ...] = (memory, timeout, desync, scale, keys, port, duplicate, messenger)
+_ALL += (launcher, own_error, plain_exception)
 DECISIONS = {function.__name__: function for function in _ALL}

@@ -5,6 +5,7 @@ Everything has its lines, its rank where the text says one, and its place in tim
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -132,6 +133,11 @@ class Facts:
     world_size: int | None = None
     lines_total: int = 0
     fates: dict[int, Fate] = field(default_factory=dict)
+
+    @functools.cached_property
+    def everything(self) -> str:
+        """All lines as one text: what stands far from a message may say what is behind it."""
+        return "\n".join(line.text for line in self.lines)
 
 
 def gather(lines: list[Line], streams: list[Stream], lines_total: int, fates: Iterable[Fate] = ()) -> Facts:

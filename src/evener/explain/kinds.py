@@ -7,9 +7,11 @@ A kind's file (CONTRIBUTING.md has a page on adding one):
                           in the same exception, frames included; a space matches any white space, so wrapped text too
     exits                 exit codes that mean this kind (negative: signals)
     after                 kinds that, when they occur too, are the cause of this one
-    values                expressions whose named groups fill the {placeholders} of the texts
+    values, everywhere    expressions whose named groups fill the {placeholders}: in the message, in the whole text
+    culprit               "unknown" when the rank that says it is not the one that did it
     decide                a function of `decide.py`, where a regular expression cannot decide
-    sub.NAME              sub-causes: `when` expressions, and texts that replace the kind's own
+    sub.NAME              sub-causes: `when` in the message or frames, `anywhere` in the text; texts, and where they
+                          differ confidence and culprit, that replace the kind's own; the first that holds
     en, zh                title, cause, fix, confirm, avoid, or_else; a sentence with an empty placeholder is left out
 """
 
@@ -80,6 +82,9 @@ class Sub:
 
     name: str
     when: tuple[Pattern, ...]
+    anywhere: tuple[Pattern, ...]
+    confidence: str | None
+    culprit: str | None
     texts: Mapping[str, Mapping[str, Any]]
 
 
@@ -97,6 +102,8 @@ class Kind:
     unless: tuple[Pattern, ...]
     near: tuple[Pattern, ...]
     values: tuple[Pattern, ...]
+    everywhere: tuple[Pattern, ...]
+    culprit: str
     exits: tuple[int, ...]
     after: tuple[str, ...]
     decide: str
@@ -109,7 +116,7 @@ class Kind:
 
 
 _KEYS = {"group", "stage", "prio", "confidence", "cases", "match", "unless", "near", "values", "exits", "after"}
-_KEYS |= {"decide", "shredded", "sub", *LANGUAGES}
+_KEYS |= {"everywhere", "culprit", "decide", "shredded", "sub", *LANGUAGES}
 
 
 def _kind(name: str, told: dict[str, Any]) -> Kind:
@@ -119,7 +126,10 @@ def _kind(name: str, told: dict[str, Any]) -> Kind:
     def patterns(key: str, where: Mapping[str, Any] = told) -> tuple[Pattern, ...]:
         return tuple(Pattern.of(source) for source in where.get(key, ()))
 
-    subs = tuple(Sub(one, patterns("when", sub), sub) for one, sub in told.get("sub", {}).items())
+    subs = tuple(
+        Sub(one, patterns("when", sub), patterns("anywhere", sub), sub.get("confidence"), sub.get("culprit"), sub)
+        for one, sub in told.get("sub", {}).items()
+    )
     return Kind(
         name,
         told["group"],
@@ -131,6 +141,8 @@ def _kind(name: str, told: dict[str, Any]) -> Kind:
         patterns("unless"),
         patterns("near"),
         patterns("values"),
+        patterns("everywhere"),
+        told.get("culprit", ""),
         tuple(told.get("exits", ())),
         tuple(told.get("after", ())),
         told.get("decide", ""),

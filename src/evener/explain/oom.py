@@ -87,7 +87,7 @@ def decide(text: str, raised: Raised | None, facts: Facts) -> Verdict:
     """Which kind of out-of-memory this message is."""
     f = figures(text)
     code = raised.code if raised else ""
-    everything = "\n".join(stream.text for stream in facts.streams)
+    everything = facts.everything
     others, pids = foreign(text, f)
     request, free, total = f.get("request"), f.get("free"), f.get("total")
     allocated, spare = f.get("allocated"), f.get("unallocated", 0.0)

@@ -77,9 +77,19 @@ def _decided(match: Match, facts: Facts) -> bool:
             return False
         if match.kind.name != name:
             match.values |= first_group(match.kind.values, match.text)
-    if match.sub is None:
-        around = match.text + ("\n" + match.raised.code if match.raised else "")
-        match.sub = next((sub.name for sub in match.kind.subs if any(p.search(around) for p in sub.when)), None)
+    match.values |= first_group(match.kind.everywhere, facts.everything)
+    around = match.text + ("\n" + match.raised.code if match.raised else "")
+    holds = (
+        sub
+        for sub in match.kind.subs
+        if any(p.search(around) for p in sub.when) or any(p.search(facts.everything) for p in sub.anywhere)
+    )
+    sub = next((sub for sub in match.kind.subs if sub.name == match.sub), None) or next(holds, None)
+    if sub is not None:
+        match.sub, match.confidence = sub.name, sub.confidence or match.confidence
+    culprit = (sub.culprit if sub is not None else None) or match.kind.culprit
+    if culprit == "unknown":
+        match.rank, match.known = None, False
     if "rank" in match.values and match.rank is None and match.values["rank"].isdigit():
         match.rank = int(match.values["rank"])
     return True
