@@ -101,12 +101,12 @@ def viewer() -> Callable[[], tuple[Snapshot, list[Running]]]:
 
 
 def as_json(gpus: Snapshot, runs: list[Running]) -> dict[str, Any]:
-    """What `evener gpus --json` says, between the host and its runs."""
+    """What `evener gpus --json` says, and the runs of this host."""
     from evener.gpus import to_json
     from evener.report.events import strict
 
     told = [strict(dataclasses.asdict(run)) for run in runs]
-    return {"host": socket.gethostname(), **to_json(gpus), "runs": told}
+    return {**to_json(gpus), "host": socket.gethostname(), "runs": told}
 
 
 def lines(gpus: Snapshot, runs: list[Running], *, columns: int) -> list[str]:
