@@ -229,3 +229,35 @@ def test_an_exception_of_the_script_stays_the_launchers_word(tmp_path):
         said(tmp_path / "nowhere", "rank 0 failed")
         == f"rank 0 failed\n  at train.py:9\n  logs: {tmp_path}/nowhere/rank0.log"
     )
+
+
+# --- uncaught in a script with Run ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch, evener
+model = torch.nn.Linear(2, 2)
+rows = torch.utils.data.TensorDataset(torch.randn(8, 2))
+def loss_fn(model, batch):
+    return {loss}
+run = evener.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, rows, global_batch_size=4, precision="fp32")
+for update in run.updates(updates=1):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "loss, there, absent",
+    [
+        (
+            "model(batch[0].double()).mean()",
+            ["evener: dtype-mismatch: ", "fix: ", "more: evener explain dtype-mismatch"],
+            [],
+        ),
+        ("{}['labels']", ["KeyError: 'labels'"], ["evener: "]),
+    ],
+)
+def test_an_uncaught_exception_of_a_known_kind_is_explained_below_its_traceback(tmp_path, loss, there, absent):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("{loss}", loss))
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("Traceback"), done.stderr
+    assert all(one in done.stderr for one in there) and not any(one in done.stderr for one in absent), done.stderr

@@ -43,6 +43,7 @@ from evener.run.resume import FINISHED, identity, mark_from, marks_of
 from evener.run.saving import Saving
 from evener.run.stop import Stopped, stop_signals
 from evener.run.trial import Watch
+from evener.run.uncaught import explain_uncaught
 from evener.run.words import contract_of, in_words, schedule_lines
 
 _PREPARE = 3  # a stream of randomness of its own, apart from the model's
@@ -96,6 +97,7 @@ class Run:
         **keywords: Unpack[RunKeywords],
     ) -> None:
         show_errors_without_traceback()
+        explain_uncaught()
         if dataset is None:
             raise UsageError("Run needs a dataset.", fix=["Run(model, optimizer, loss_fn, dataset, ...)"])
         plan = read_plan()
