@@ -66,7 +66,7 @@ def train(folder, name, stop_at=None):
         run.close()
 
 
-@pytest.mark.parametrize("name", ["weighted", "by_length"])
+@pytest.mark.parametrize("name", ["weighted", pytest.param("by_length", marks=pytest.mark.full)])
 def test_an_order_is_the_same_on_any_world_size_and_after_a_resume(ranks, tmp_path, name):
     whole = ranks(1)(train, str(tmp_path / "1"), name)
     for world in (2, 3, 4):

@@ -121,22 +121,18 @@ def _checked(function: Any, seed: int, epoch: int, rows: int) -> Indices:
         array = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
     except (TypeError, ValueError) as error:  # a ragged list
         raise DataError(f"{what} did not return indices.", evidence=[str(error)], fix=fix) from None
+    evidence: list[str] = []
     if array.shape == (0,):
-        raise DataError(f"{what} returned no rows.", fix=fix)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(
-            f"{what} did not return flat integer indices.",
-            evidence=[f"got {type(given).__name__} of shape {array.shape}, dtype {array.dtype}"],
-            fix=fix,
-        )
-    wrong = np.flatnonzero((array < 0) | (array >= rows))
-    if wrong.size:
-        raise DataError(
-            f"{what} returned {wrong.size} indices outside of the {rows} rows.",
-            evidence=[f"position {wrong[0]}: {array[wrong[0]]}"],
-            fix=fix,
-        )
-    return array.astype(np.int64, copy=True)
+        problem = "returned no rows."
+    elif array.ndim != 1 or array.dtype.kind not in "iu":
+        problem = "did not return flat integer indices."
+        evidence = [f"got {type(given).__name__} of shape {array.shape}, dtype {array.dtype}"]
+    elif (wrong := np.flatnonzero((array < 0) | (array >= rows))).size:
+        problem = f"returned {wrong.size} indices outside of the {rows} rows."
+        evidence = [f"position {wrong[0]}: {array[wrong[0]]}"]
+    else:
+        return array.astype(np.int64, copy=True)
+    raise DataError(f"{what} {problem}", evidence=evidence, fix=fix)
 
 
 def where(error: Exception) -> list[str]:

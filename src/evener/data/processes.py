@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,28 +55,20 @@ def _end_with(parent: Any) -> None:
     os._exit(1)
 
 
-class Watch:
+@contextlib.contextmanager
+def watched(iterator: Any) -> Iterator[None]:
     """Lets torch's SIGCHLD handler speak up about dead workers while we wait for them, and at no other time.
 
     The handler raises RuntimeError in whatever the main thread is doing when a worker dies: in the middle of an
     optimizer step, say. Within a wait that is welcome (even a read of half a message is interrupted); so the workers
     are only made known to it here, and those that died before are found on entering.
     """
-
-    def __init__(self, iterator: Any) -> None:
-        self._key = id(iterator)
-        self._pids = tuple(worker.pid for worker in iterator._workers)
-
-    def __enter__(self) -> None:
-        _set_worker_pids(self._key, self._pids)
-        try:
-            _error_if_any_worker_fails()
-        except BaseException:
-            _remove_worker_pids(self._key)
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        _remove_worker_pids(self._key)
+    _set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+    try:
+        _error_if_any_worker_fails()
+        yield
+    finally:
+        _remove_worker_pids(id(iterator))
 
 
 def start_method() -> str:

@@ -83,11 +83,11 @@ class GatherReader(Reader):
         self._row_bytes = max(1, sum(t[:1].nbytes for t in columns.tensors))
 
     def read(self, job: Job) -> Loaded:
-        return self._pieces(self.columns.gather(torch.from_numpy(job.ids)), 0, job)
+        return next(self.read_all(iter([(None, job)])))[1]
 
-    def read_all(self, steps: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Loaded]]:
+    def read_all(self, steps: Iterator[tuple[Any, Job]]) -> Iterator[tuple[Any, Loaded]]:
         """As for any reader; small jobs are gathered several at once. An error of `steps` waits its turn."""
-        more, broken = True, None
+        more, broken, build = True, None, self.columns.batch
         while more:
             group: list[tuple[Any, Job]] = []
             rows = 0
@@ -101,20 +101,15 @@ class GatherReader(Reader):
                 more, broken = False, error
             if group:
                 columns = self.columns.gather(torch.from_numpy(np.concatenate([job.ids for _, job in group])))
-                first, read = 0, []
+                read, at = [], 0
                 for plan, job in group:
-                    read.append((plan, self._pieces(columns, first, job)))
-                    first += len(job.ids)
+                    cut = [(start + at, stop + at) for start, stop in job.bounds]
+                    batches = [build([c[start:stop] for c in columns]) if stop > start else None for start, stop in cut]
+                    read.append((plan, Loaded(batches, [stop - start for start, stop in cut])))
+                    at += len(job.ids)
                 yield from read
         if broken is not None:
             raise broken
-
-    def _pieces(self, columns: list[torch.Tensor], first: int, job: Job) -> Loaded:
-        """The job's pieces, whose rows begin at row `first` of the gathered columns."""
-        build, batches = self.columns.batch, []
-        for start, stop in job.bounds:
-            batches.append(build([c[first + start : first + stop] for c in columns]) if stop > start else None)
-        return Loaded(batches, [stop - start for start, stop in job.bounds])
 
 
 class RowReader(Reader):
@@ -140,38 +135,36 @@ class RowReader(Reader):
     def _rows(self, job: Job) -> tuple[list[Any], tuple[tuple[int, str], ...]]:
         """The job's rows, `_Missing` for a skipped one, and what was skipped."""
         failure: Exception | None = None
+        name = type(self.dataset).__name__
         if self._several is not None and not self._draws:
             # One seed for the epoch: a dataset that only looks at torch.initial_seed() sees the same in every cut.
             torch.default_generator.manual_seed(mix(self.how.seed, job.epoch))
             before = rng.states()
             try:
-                rows = self._several(job.ids.tolist())
+                rows = list(self._several(job.ids.tolist()))
             except NotImplementedError:
                 self._several = None
             except Exception as error:  # one of the rows; reading them alone finds out which
                 failure = error
             else:
-                if rng.same(before, rng.states()):
-                    return self._checked(list(rows), job.ids), ()
-                self._draws = True
+                self._draws = not rng.same(before, rng.states())
+                if not self._draws and len(rows) != len(job.ids):
+                    raise DataError(
+                        f"{name}.__getitems__ returned {len(rows)} rows for {len(job.ids)} indices.",
+                        evidence=[f"rows {listed(job.ids)}"],
+                        fix=["return one row per index, in the order of the indices"],
+                    )
+                if not self._draws:
+                    return rows, ()
         rows, skipped = self._one_by_one(job)
         if failure is not None and not skipped and not self.skip:
             raise DataError(
-                f"{type(self.dataset).__name__}.__getitems__ failed for rows that can be read one by one"
+                f"{name}.__getitems__ failed for rows that can be read one by one"
                 f" (epoch {job.epoch}): {type(failure).__name__}: {failure}",
                 evidence=[f"rows {listed(job.ids)}", *where(failure)],
                 fix=["mend __getitems__", "or remove it: rows are then read one by one"],
             ) from failure
         return rows, skipped
-
-    def _checked(self, rows: list[Any], ids: Indices) -> list[Any]:
-        if len(rows) != len(ids):
-            raise DataError(
-                f"{type(self.dataset).__name__}.__getitems__ returned {len(rows)} rows for {len(ids)} indices.",
-                evidence=[f"rows {listed(ids)}"],
-                fix=["return one row per index, in the order of the indices"],
-            )
-        return rows
 
     def _one_by_one(self, job: Job) -> tuple[list[Any], tuple[tuple[int, str], ...]]:
         rows: list[Any] = []

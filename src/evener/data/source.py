@@ -54,42 +54,28 @@ class Source:
 class Reading:
     """How a source is to be read: what both kinds of feed are told.
 
-    Args:
-        global_batch_size: Rows of an update over all ranks; the last of an epoch has fewer, unless `drop_last`.
-        rank, world_size: Who this is; never used to choose the rows of a dataset.
-        local_world_size: Ranks on this machine (None: all of them), which share its CPUs.
-        cut: `cut(rows)` gives this rank's pieces of an update of `rows` rows: contiguous (start, stop) offsets inside
-            the update. Asked anew for every update, when the update is read; prefetched updates keep the cut they had.
-        device: Where the batches go.
-        seed: Of per-row randomness; the order has its own.
-        num_workers: Processes that read rows; "auto" is what a DataLoader said, else chosen.
-        collate_fn: In place of the source's.
-        on_bad_sample: "raise", or "skip": such rows are left out and listed in the portion.
-        timeout: Seconds to wait for a worker; None is what a DataLoader said, else 300.
-        inspect: Called with every batch of this rank, in order, before it is copied to the device; may raise.
-        say: Called on every rank with what the user should know of a stream.
-        exact: A stream that resumes at another row than it was at is an error, not only said.
-
     Raises:
         BatchSizeError: global_batch_size is not a positive integer.
         UsageError: num_workers, timeout or on_bad_sample out of range.
     """
 
-    global_batch_size: int
-    drop_last: bool
-    rank: int
+    global_batch_size: int  # rows of an update over all ranks
+    drop_last: bool  # otherwise the last update of an epoch has fewer
+    rank: int  # who this is; the rows of a dataset do not depend on it
     world_size: int
-    local_world_size: int | None = None
+    local_world_size: int | None = None  # ranks on this machine (None: all of them), which share its CPUs
+    # cut(rows) gives this rank's pieces of an update of `rows` rows: contiguous (start, stop) offsets in the update.
+    # Asked anew for every update, when the update is read; prefetched updates keep the cut they had.
     cut: Cut
-    device: torch.device
-    seed: int
-    num_workers: int | Literal["auto"] = "auto"
-    collate_fn: Collate | None = None
-    on_bad_sample: str = "raise"
-    timeout: float | None = None
-    inspect: Callable[[Any], None] | None = None
-    say: Callable[[str], None] | None = None
-    exact: bool = False
+    device: torch.device  # where the batches go
+    seed: int  # of per-row randomness; the order has its own
+    num_workers: int | Literal["auto"] = "auto"  # processes that read rows; "auto": what a DataLoader said, else chosen
+    collate_fn: Collate | None = None  # in place of the source's
+    on_bad_sample: str = "raise"  # or "skip": such rows are left out and listed in the portion
+    timeout: float | None = None  # seconds to wait for a worker; None: what a DataLoader said, else 300
+    inspect: Callable[[Any], None] | None = None  # sees every batch, in order, before it is copied; may raise
+    say: Callable[[str], None] | None = None  # called on every rank with what the user should know of a stream
+    exact: bool = False  # a stream that goes on with another row than before is an error, not only said
 
     def __post_init__(self) -> None:
         size, workers = self.global_batch_size, self.num_workers

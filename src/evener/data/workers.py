@@ -21,7 +21,7 @@ import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
-from evener.data.processes import Watch, started_by
+from evener.data.processes import started_by, watched
 from evener.data.read import Loaded, Reader, listed
 from evener.data.source import Source
 from evener.dist.mix import mix
@@ -112,8 +112,8 @@ class Workers:
         if self._flight and self._iterator is not None:
             self._abandon()  # the pass before was left in the middle: new workers cost less than finishing its jobs
         self._pass += 1
-        turn, flight = self._pass, deque[tuple[int, Any, Any]]()
-        self._flight = flight
+        turn, self._flight = self._pass, deque()
+        flight = self._flight
         broken: list[Exception] = []
 
         def jobs() -> Iterator[Any]:
@@ -160,7 +160,7 @@ class Workers:
                     "where processes are spawned: define dataset and collate_fn at the top level of a module",
                 ],
             ) from error
-        # From here on torch's SIGCHLD handler does not know these workers; see Watch.
+        # From here on torch's SIGCHLD handler does not know these workers; see `watched`.
         if self._iterator._worker_pids_set:
             _remove_worker_pids(id(self._iterator))
             self._iterator._worker_pids_set = False
@@ -170,11 +170,12 @@ class Workers:
         deadline = time.monotonic() + self.timeout
         while True:
             try:
-                with Watch(self._iterator):
+                with watched(self._iterator):
                     return next(self._iterator)
             except StopIteration:
                 return None
             except Exception as error:
+                # A time-out leaves the DataLoader's iterator as it was: asking again goes on waiting.
                 waiting = isinstance(error, RuntimeError) and "timed out" in str(error)
                 if not waiting:
                     # A dying worker's connections break first, then its sentinel, and only then it counts as dead.
@@ -184,11 +185,8 @@ class Workers:
                 self._look_for_dead(error)
                 if not waiting:
                     self._abandon()
-                    raise WorkerError(
-                        f"a data worker failed: {type(error).__name__}: {error}",
-                        fix=["num_workers=0 reads the same rows in this process, with the whole traceback"],
-                    ) from error
-                # A time-out leaves the DataLoader's iterator as it was: asking again goes on waiting.
+                    fix = ["num_workers=0 reads the same rows in this process, with the whole traceback"]
+                    raise WorkerError(f"a data worker failed: {type(error).__name__}: {error}", fix=fix) from error
                 if time.monotonic() > deadline:
                     raise self._hangs() from None
 

@@ -121,7 +121,7 @@ class _Rank:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.output = self.process.stdout
         with contextlib.suppress(BrokenPipeError):  # ended before it read: its exit code says more
-            self.process.stdin.write(struct.pack("!Q", len(payload)) + payload)
+            self.process.stdin.write(payload)
             self.process.stdin.flush()
 
     def read_output(self) -> bytes:
@@ -257,14 +257,12 @@ def _where(frame: tuple[str, int, str, str], fn: Callable[..., Any]) -> str:
 def rank_main() -> None:
     """What a rank runs. Its result, or its error, goes back through a pipe; what it prints goes to the starter."""
     result, store, timeout = int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-    (length,) = struct.unpack("!Q", _exactly(0, 8))
-    payload = _exactly(0, length)
-    alive = os.dup(0)
-    threading.Thread(target=lambda: os.read(alive, 1) or os._exit(1), daemon=True).start()
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
     try:
-        fn, args, sys.argv = cloudpickle.loads(payload)
+        fn, args, sys.argv = cloudpickle.load(sys.stdin.buffer)
+        alive = os.dup(0)
+        threading.Thread(target=lambda: os.read(alive, 1) or os._exit(1), daemon=True).start()
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
         from evener.dist.device import device
         from evener.dist.group import Group
 
@@ -296,19 +294,6 @@ def _sendable(message: tuple[str, float, Any, str, Any]) -> bytes:
 
 def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
     """(file, line number, function, line) of the user's code; evener's own and torch's lines are left out."""
-    left_out = [os.path.dirname(os.path.abspath(sys.modules[name].__file__ or "")) for name in ("evener", "torch")]
-    return [
-        (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(tuple(left_out))
-    ]
-
-
-def _exactly(descriptor: int, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        more = os.read(descriptor, min(count - len(data), 1 << 20))
-        if not more:
-            os._exit(1)  # whoever started us is gone
-        data += more
-    return bytes(data)
+    left_out = tuple(os.path.dirname(os.path.abspath(sys.modules[name].__file__ or "")) for name in ("evener", "torch"))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(left_out)]
+    return [(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in frames]

@@ -11,8 +11,10 @@ import numpy
 import torch
 
 from evener.batch import aligned
+from evener.config import Config
 from evener.data import Cursor, is_stream, make_feed, source_of
-from evener.dist import Group, comm
+from evener.dist import comm
+from evener.engine import Engine
 from evener.engine.cut import Cut
 from evener.engine.mean import Mean, total_of
 from evener.engine.randomness import Randomness
@@ -20,7 +22,6 @@ from evener.errors import DataError, LossError, UsageError
 from evener.run.predict import checked, in_dataset_order
 
 MetricFn = Callable[..., Any]
-Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @contextlib.contextmanager
@@ -54,55 +55,43 @@ def no_trace(model: torch.nn.Module, randomness: Randomness) -> Iterator[None]:
 class Walk:
     """Every row of a dataset once, in dataset order, over all ranks: this rank's contiguous shares, without a trace.
 
-    Args as those of `Run`; `batch_size`: rows at once on one rank; `training`: the dataset that the run trains on.
+    Args:
+        module: Holds everything that must not change.
+        batch_size: Rows at once on one rank.
+        training: The dataset that the run trains on.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        data: Any,
-        *,
-        batch_size: int,
-        group: Group,
-        device: torch.device,
-        autocast: Autocast | None,
-        randomness: Randomness,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        num_workers: Any,
-        seed: int,
-        exact: bool,
-        training: Any = None,
+        self, engine: Engine, config: Config, module: torch.nn.Module, data: Any, *, batch_size: int, training: Any
     ) -> None:
         # A stream is read by every rank, and each keeps its chunks.
-        source = source_of(data, "split" if is_stream(data) else None)
+        source, workers = source_of(data, "split" if is_stream(data) else None), config.num_workers
         if source.stream and source.dataset is training and _moves(training):
             raise UsageError(
                 f"the run trains on this very {type(training).__name__}: iterating it here would move it on.",
                 fix=["give a second object of the same stream"],
             )
-        if source.stream and num_workers != "auto":
-            num_workers = min(1, num_workers)  # the run's number is for the rows of its dataset
-        self.module, self.rows, self.randomness = module, source.rows, randomness
-        self.autocast: Autocast = autocast if autocast is not None else contextlib.nullcontext
-
-        self.exact = exact
-        # Fixed chunks of the dataset, whoever computes one: in exact mode its values do not depend on the world size.
-        cut = Cut(group.rank, group.world_size, None, batch_size).pieces
-        self.batch_size = batch_size
+        if source.stream and workers != "auto":
+            workers = min(1, workers)  # the run's number is for the rows of its dataset
+        self.module, self.rows, self.randomness, self.exact = module, source.rows, engine.randomness, config.exact
+        self.group, self.batch_size = engine.group, batch_size
+        self.autocast = engine.autocast if engine.autocast is not None else contextlib.nullcontext
+        rank, world_size = self.group.rank, self.group.world_size
         self.feed = make_feed(
             source,
             stream="split",
             order=None if source.stream else "sequential",
-            global_batch_size=batch_size * group.world_size,
+            global_batch_size=batch_size * world_size,
             drop_last=False,
-            rank=group.rank,
-            world_size=group.world_size,
-            cut=cut,
-            device=device,
-            seed=seed,
-            local_world_size=group.place.local_world_size,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
+            rank=rank,
+            world_size=world_size,
+            # Fixed chunks, whoever computes one: in exact mode its values do not depend on the world size.
+            cut=Cut(rank, world_size, None, batch_size).pieces,
+            device=engine.device,
+            seed=config.seed,
+            local_world_size=self.group.place.local_world_size,
+            collate_fn=config.collate_fn,
+            num_workers=workers,
         )
 
     def pieces(self) -> Iterator[tuple[int, Any, int]]:
@@ -125,14 +114,8 @@ def _moves(stream: Any) -> bool:
     return any(hasattr(stream, name) for name in ("state_dict", "set_epoch", "__next__"))
 
 
-def evaluate(
-    module: torch.nn.Module, model: Any, data: Any, metric_fn: MetricFn, **how: Any
-) -> tuple[dict[str, float], int]:
-    """Means by name over all rows of `data`, and how many rows. Collective; communicates once, at the end.
-
-    `module` holds everything that must not change; `model` is what metric_fn gets; `how`: see `Walk`.
-    """
-    walk = Walk(module, data, **how)
+def evaluate(walk: Walk, model: Any, metric_fn: MetricFn) -> tuple[dict[str, float], int]:
+    """Means by name over all rows, and how many rows. Collective; communicates once, at the end."""
     chunks: list[int] = []
     values: list[Any] = []  # total, count, total, ... of every chunk's means, on the device until the end
     names: list[list[str]] = []
@@ -144,7 +127,7 @@ def evaluate(
             values += [total_of(mean.form, mean.value, mean.count), mean.count]
     read = iter(_read(values))
     mine = [[at, {name: [next(read), next(read)] for name in of}] for at, of in zip(chunks, names)]
-    with how["group"].call("evaluate"):
+    with walk.group.call("evaluate"):
         every: list[list[Any]] = comm.all_gather(mine)
     sums: dict[str, list[float]] = {}
     for _, pairs in sorted((one for ranks in every for one in ranks), key=lambda one: one[0]):
@@ -155,9 +138,8 @@ def evaluate(
     return {name: sums[name][0] / sums[name][1] if sums[name][1] else float("nan") for name in ordered}, walk.rows
 
 
-def predict(module: torch.nn.Module, model: Any, data: Any, fn: Callable[..., Any], **how: Any) -> torch.Tensor:
-    """fn's values for every row, in dataset order, on every rank and on the CPU. Collective; see `Walk` for `how`."""
-    walk = Walk(module, data, **how)
+def predict(walk: Walk, model: Any, fn: Callable[..., Any]) -> torch.Tensor:
+    """fn's values for every row, in dataset order, on every rank and on the CPU. Collective."""
     outputs: list[tuple[int, int, torch.Tensor]] = []
     problem: DataError | None = None
     try:
@@ -165,7 +147,7 @@ def predict(module: torch.nn.Module, model: Any, data: Any, fn: Callable[..., An
             outputs.append((at, at + rows, checked(fn, model, batch, rows)))
     except DataError as error:
         problem = error
-    with how["group"].call("predict"):
+    with walk.group.call("predict"):
         return in_dataset_order(outputs, walk.rows, problem)
 
 

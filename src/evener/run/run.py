@@ -36,7 +36,7 @@ from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
 from evener.report.goodput import newest_update
 from evener.run.epoch import Epoch, Sums
-from evener.run.evaluate import MetricFn, evaluate, predict
+from evener.run.evaluate import MetricFn, Walk, evaluate, predict
 from evener.run.output import Output
 from evener.run.profile import Profile
 from evener.run.resume import FINISHED, identity, mark_from, marks_of
@@ -598,22 +598,9 @@ class Run:
         if self._watch is not None and (known := self._watch.answer()) is not None:
             return known
         began = time.perf_counter()
-        means, rows = evaluate(
-            self.engine.model if model is None else model,
-            self.model if model is None else model,
-            dataset,
-            metric_fn if metric_fn is not None else self._loss_fn(),
-            batch_size=self._rows_at_once(batch_size),
-            group=self.group,
-            device=self.device,
-            autocast=self.engine.autocast,
-            randomness=self.engine.randomness,
-            collate_fn=self.config.collate_fn,
-            num_workers=self.config.num_workers,
-            seed=self.config.seed,
-            exact=self.config.exact,
-            training=self.feed.source.dataset,
-        )
+        fn = metric_fn if metric_fn is not None else self._loss_fn()
+        walk = self._walk(model, dataset, batch_size)
+        means, rows = evaluate(walk, self.model if model is None else model, fn)
         self._out.folder.event("evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=_since(began))
         self.log({f"evaluate/{name}": value for name, value in means.items()})
         if self._watch is not None:
@@ -634,22 +621,12 @@ class Run:
         """
         check_function("fn", fn, "fn(model, batch)")
         self._can_compute(model)
-        return predict(
-            self.engine.model if model is None else model,
-            self.model if model is None else model,
-            dataset,
-            fn,
-            batch_size=self._rows_at_once(batch_size),
-            group=self.group,
-            device=self.device,
-            autocast=self.engine.autocast,
-            randomness=self.engine.randomness,
-            collate_fn=self.config.collate_fn,
-            num_workers=self.config.num_workers,
-            seed=self.config.seed,
-            exact=self.config.exact,
-            training=self.feed.source.dataset,
-        )
+        return predict(self._walk(model, dataset, batch_size), self.model if model is None else model, fn)
+
+    def _walk(self, model: torch.nn.Module | None, dataset: Any, batch_size: int | None) -> Walk:
+        module, training = self.engine.model if model is None else model, self.feed.source.dataset
+        rows = self._rows_at_once(batch_size)
+        return Walk(self.engine, self.config, module, dataset, batch_size=rows, training=training)
 
     def _can_compute(self, model: torch.nn.Module | None) -> None:
         refuse_autocast(self.device)
