@@ -49,6 +49,7 @@ def prove(starter, tmp_path, monkeypatch):
 
     def prove(text, only="", worlds=(1, 2), updates=4, **overrides):
         (tmp_path / "train.py").write_text(text)
+        (tmp_path / "helper.py").write_text(HELPER)
         request = Request(str(tmp_path / "train.py"), overrides=overrides)
         more = {"only": tuple(only.split(","))} if only else {}
         proof = Proof(request, starter, str(tmp_path / "work"), updates, worlds, **more)
@@ -163,6 +164,21 @@ CLOCK = """
 def clock(optimizer, updates):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 + time.time() % 1000)
 """
+HELPER = """
+calls = 0
+
+def more():
+    global calls
+    calls += 1
+    return 1 + 0.05 * calls
+"""
+BESIDE = """
+import helper
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y) * helper.more()
+"""
 UNSEEDED = TOP.replace("evener.seed(0)\nx = torch.randn(24, 6)", "x = torch.linspace(-1, 1, 144).reshape(24, 6)")
 
 FAULTS = {
@@ -178,6 +194,9 @@ FAULTS = {
     ),
     "a global counter, in another cut": (
         script(COUNTER), "microbatch", "microbatches of 3", "loss", "`global calls` is not the same",
+    ),
+    "a global of a module beside the script": (
+        script(BESIDE), "resume", "killed in update 2, resumed", "loss", "`global calls of helper` is not the same",
     ),
     "a variable of an outer function": (
         script(SHARED_VARIABLE), "resume", "killed in update 2, resumed", "loss", "`variable calls of loss_fn`",

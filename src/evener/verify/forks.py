@@ -29,6 +29,7 @@ GRACE_SECONDS = 5.0  # for the other ranks to say what they saw, when one has en
 
 def main() -> None:
     shim, *modules = sys.argv[1:]
+    sys.path.pop(0)  # this file's folder
     for name in modules:
         with contextlib.suppress(ImportError):  # then the script imports it, or does without
             importlib.import_module(name)
@@ -70,6 +71,7 @@ def become(job: dict[str, Any], rank: int, shim: str) -> None:
     if numpy is not None:
         numpy.random.seed()
     sys.argv[:] = [shim, *job["argv"]]
+    sys.path.insert(0, "")  # the shim puts the script's folder there
     spec = importlib.util.spec_from_file_location("evener_shim", shim)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

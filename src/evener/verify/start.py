@@ -125,7 +125,7 @@ class Starter:
             self.words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the server)
             program = os.path.join(os.path.dirname(__file__), "forks.py")
             self.server = subprocess.Popen(
-                [sys.executable, "-P", "-u", program, command.shim_path(), *PRELOADED],
+                [sys.executable, "-u", program, command.shim_path(), *PRELOADED],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.words, start_new_session=True,
                 preexec_fn=processes.tied_to_parent(signal.SIGKILL),
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
