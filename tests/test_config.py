@@ -244,7 +244,7 @@ def test_parts_larger_than_the_batch_are_refused():
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool."),
         ({"on_nonfinite": "stop:0"}, 'on_nonfinite is "skip", "stop", or "stop:N"'),
         ({"scaler": True}, "scaler is None, a torch.amp.GradScaler, or its arguments"),
-        ({"batchnorm": "sync"}, "batchnorm is one of: slice, frozen"),
+        ({"batchnorm": "synced"}, "batchnorm is one of: slice, sync, frozen"),
         ({"device_ids": 0}, 'device_ids is None or a list of devices for strategy="dp", such as [0, 1]'),
         ({"device_ids": []}, "device_ids=[] is empty."),
         ({"output_device": -1}, "output_device is a device number from 0, or a torch.device"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,10 @@ def prepare(optimizer: torch.optim.Optimizer, *, exact: bool) -> bool:
     # What the constructor does for fused=True.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
         step = state.get("step")
         if isinstance(step, torch.Tensor):  # fused kernels keep the step count on the device
-            parameter_device = next(v.device for v in state.values() if isinstance(v, torch.Tensor) and v.ndim)
-            state["step"] = step.to(parameter_device, torch.float32)
+            state["step"] = step.to(parameter.device, torch.float32)
     return True
 
 
@@ -83,8 +82,10 @@ def _kernels_here(kind: type[torch.optim.Optimizer], parameters: Sequence[torch.
     return True
 
 
-def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """The parameters that both train and are in the optimizer, in the model's order.
+def check_parameters(
+    named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[torch.nn.Parameter]:
+    """The parameters that both train and are in the optimizer, in the model's order; `named`: the model's.
 
     Raises:
         OptimizerError: the optimizer holds a parameter that the model does not, or none that trains.
@@ -95,9 +96,9 @@ def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
             f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
             fix=["optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)"],
         )
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {id(parameter) for parameter in named.values()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = [parameter for parameter in held if id(parameter) not in named]
+    foreign = [parameter for parameter in held if id(parameter) not in known]
     if foreign:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in foreign[:4])
         raise OptimizerError(
@@ -109,7 +110,7 @@ def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
             ],
         )
     inside = {id(parameter) for parameter in held}
-    training = [p for p in model.parameters() if p.requires_grad and id(p) in inside]
+    training = [p for p in named.values() if p.requires_grad and id(p) in inside]
     if not training:
         raise OptimizerError(
             "none of the optimizer's parameters trains: all have requires_grad=False.",

@@ -22,8 +22,14 @@ class Single:
         return 1
 
     def begin(self, rows: int) -> None:
+        self.clear()
+
+    def clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        return existing(self.parameters)
 
     def forward(self, loss_fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> Any:
         return loss_fn(model, batch)
