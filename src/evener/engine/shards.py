@@ -284,6 +284,11 @@ class Shards:
         """After a forward or backward that failed: nothing of it is left."""
         self.root.reset_iter_state()
 
+    def clear(self) -> None:
+        """Let go of the gradients of the model's own parameters."""
+        for one in self.shards.values():
+            one.source.grad = None
+
     def reshard(self) -> None:
         for part in self.parts:
             part.reshard()

@@ -229,7 +229,10 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
         engine.buffers.undo_if(found)
     if engine.ema is not None:
         engine.ema.update(found, target.parameters)
-    target.spread.clear()  # freed during the next forward
+    for parameter in target.parameters:
+        parameter.grad = None  # freed during the next forward
+    if engine.shards is not None:
+        engine.shards.clear()
     now = time.perf_counter()
     update = Update(
         engine.number,

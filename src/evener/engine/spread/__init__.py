@@ -26,9 +26,6 @@ class Spread(Protocol):
     def begin(self, rows: int) -> None:
         """Before the first piece: no gradient is left over."""
 
-    def clear(self) -> None:
-        """Let go of all gradients."""
-
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that exist now, in parameter order: a user may have replaced them."""
 

@@ -79,18 +79,14 @@ class FSDP(Single):
         return self.inner.slots(rows)
 
     def begin(self, rows: int) -> None:
+        super().begin(rows)
         self.shards.reshard()
-        self.clear()
+        self.shards.clear()
         self.inner.begin(rows)
         self.used = [False] * len(self.pieces)
         self.step = 0
         for tree in self.trees:
             tree.begin(self.slots(rows))
-
-    def clear(self) -> None:
-        for parameter, one in zip(self.parameters, self.pieces):
-            parameter.grad = one.source.grad = None
-        self.handed = []
 
     def forward(self, loss_fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> Any:
         def compute() -> Any:

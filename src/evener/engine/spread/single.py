@@ -22,9 +22,6 @@ class Single:
         return 1
 
     def begin(self, rows: int) -> None:
-        self.clear()
-
-    def clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
