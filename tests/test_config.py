@@ -66,6 +66,7 @@ def test_defaults():
         "microbatch_size": None,
         "weights": None,
         "fsdp": None,
+        "activation_checkpointing": None,
         "dir": None,
         "save_every": "10min",
         "keep_checkpoints": 3,
@@ -176,7 +177,7 @@ def test_functions_cannot_come_from_a_file_or_a_flag(tmp_path):
 
 def test_a_misspelt_keyword_names_the_nearest_and_its_group():
     assert refused(micro_batch_size=4) == (
-        "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size, weights, fsdp"
+        "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size, weights, fsdp, activation_checkpointing"
     )
     assert "output keywords: dir, save_every, keep_checkpoints, resume, timeout, logger, profile, split" in refused(
         time_out=4

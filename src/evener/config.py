@@ -85,6 +85,7 @@ class RunKeywords(TypedDict, total=False):
     microbatch_size: int | None
     weights: str | os.PathLike[str] | None
     fsdp: Mapping[str, Any] | None
+    activation_checkpointing: str | Sequence[Any] | None
     dir: str | os.PathLike[str] | None
     save_every: int | str | None
     keep_checkpoints: int
@@ -132,6 +133,7 @@ class Config:
     microbatch_size: int | None = field(default=None, metadata=_row("memory", _MICROBATCHES))
     weights: str | os.PathLike[str] | None = field(default=None, metadata=_row("memory", checks.existing))
     fsdp: Mapping[str, Any] | None = field(default=None, metadata=_row("memory", checks.fsdp))
+    activation_checkpointing: Any = field(default=None, metadata=_row("memory", checks.recompute))
     # survival and output
     dir: str | os.PathLike[str] | None = field(default=None, metadata=_row("output", checks.dir))
     save_every: int | str | None = field(default="10min", metadata=_row("output", checks.every))

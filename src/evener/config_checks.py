@@ -159,6 +159,14 @@ def fsdp(name: str, value: Any) -> Any:
     raise refused(name, value, 'None, or a dict: {"blocks": ["Block"], "reshard_after_forward": False}')
 
 
+def recompute(name: str, value: Any) -> Any:
+    """The word is judged where the model is known."""
+    if value is None or isinstance(value, str | list | tuple):
+        return list(value) if isinstance(value, tuple) else value
+    allowed = 'None, "none", "full", "selective", "every:2", "segments:4", or a list of modules, classes or their names'
+    raise refused(name, value, allowed)
+
+
 def existing(name: str, value: Any) -> str | os.PathLike[str] | None:
     if value is None:
         return None

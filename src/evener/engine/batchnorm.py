@@ -55,25 +55,28 @@ def synchronise(model: torch.nn.Module, join: Join) -> list[Any]:
     The layers stay the same objects; copies of them (deepcopy, pickle) are of the original class.
     """
     classes: dict[type, type] = {}
-    handles: list[Any] = []
     for layer in layers(model):
         kind = type(layer)
         if kind not in classes:
             classes[kind] = type(kind.__name__, (_Synchronised, kind), {"join": join, "plain": kind})
-        layer.__class__ = classes[kind]
-        handles.append(_Class(layer, kind))
-    return handles
+    return [Exchanged(layer, classes[type(layer)]) for layer in layers(model)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """A layer whose class is to be put back."""
+class Exchanged:
+    """A module whose class is another one until `remove`: object, names and state stay."""
 
-    layer: torch.nn.Module
-    kind: type
+    def __init__(self, module: torch.nn.Module, kind: type) -> None:
+        self.module, self.before, self.kind = module, type(module), kind
+        module.__class__ = kind
 
     def remove(self) -> None:
-        self.layer.__class__ = self.kind
+        if type(self.module) is self.kind:  # not where sharding has made a class of its own from it
+            self.module.__class__ = self.before
+
+    @staticmethod
+    def blank(kind: type[torch.nn.Module]) -> torch.nn.Module:
+        """For copies of such a module, which are of the class it had before."""
+        return kind.__new__(kind)
 
 
 class _Synchronised(_BatchNorm):
@@ -81,7 +84,7 @@ class _Synchronised(_BatchNorm):
     plain: ClassVar[type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (self.plain,), self.__dict__
+        return Exchanged.blank, (self.plain,), self.__dict__
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.training and self.join.inside):
@@ -102,10 +105,6 @@ class _Synchronised(_BatchNorm):
                 self.running_mean.mul_(1 - move).add_(mean.to(self.running_mean.dtype), alpha=move)
                 self.running_var.mul_(1 - move).add_(unbiased.to(self.running_var.dtype), alpha=move)
         return output
-
-
-def _blank(kind: type[torch.nn.Module]) -> torch.nn.Module:
-    return kind.__new__(kind)
 
 
 class _Normalise(torch.autograd.Function):

@@ -24,6 +24,7 @@ from evener.engine.optim import check_parameters
 from evener.engine.pins import Pins
 from evener.engine.precision import Precision, cast_parameters, decide
 from evener.engine.randomness import Randomness
+from evener.engine.recompute import recompute
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
 from evener.engine.setup import (
@@ -116,6 +117,7 @@ class Engine:
         report: Report | None = None,
         timeout: float = 600.0,
         fsdp: Mapping[str, Any] | None = None,
+        activation_checkpointing: Any = None,
         fill: Callable[[Shards], None] | None = None,
     ) -> None:
         show_errors_without_traceback()
@@ -177,6 +179,8 @@ class Engine:
             self.join = self.join or Join(self.cut, split, self.device)
         self.pins = Pins(exact=exact, tf32=self.precision.name == "tf32", device=self.device)
         self.master = next(iter(parameters.values()))[0].dtype
+        handles, self.recomputes = recompute(self.model, activation_checkpointing)
+        self.hooks += handles
         self._place(models, optimizers, compile)
         if world > 1:
             with self.group.call("the constructor of Run or Engine"):

@@ -317,12 +317,40 @@ def _resets_above(model: Module, blocks: Mapping[str, Module]) -> bool:
     return any(hasattr(one, "reset_parameters") or hasattr(one, "_reset_parameters") for one in holders)
 
 
+def blocks_repeated(model: Module, modules: Mapping[str, Module] | None = None) -> dict[str, Module]:
+    """Walking down from the model: the first modules whose class occurs at least twice and that hold other modules
+    with parameters."""
+    modules = modules if modules is not None else {name: one for name, one in model.named_modules() if name}
+    kinds = Counter(type(one) for one in modules.values())
+    found = {n: m for n, m in modules.items() if kinds[type(m)] > 1 and not isinstance(m, _CONTAINERS)}
+    found = {n: m for n, m in found.items() if any(c is not m and c._parameters for c in m.modules())}
+    return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
+
+
+def blocks_named(model: Module, named: Sequence[Any], keyword: str) -> dict[str, Module]:
+    """The modules that a list of modules, classes, or names of either means.
+
+    Raises:
+        UsageError: one that means none.
+    """
+    modules = {name: one for name, one in model.named_modules() if name and any(True for _ in one.parameters())}
+    found: dict[str, Module] = {}
+    for wanted in named:
+        hits = {name: one for name, one in modules.items() if _is(wanted, name, one)}
+        if not hits:
+            raise UsageError(
+                f"{keyword}: {wanted!r} is no name or class of a module with parameters.",
+                fix=[f"modules: {', '.join(list(modules)[:8])}, ..."],
+            )
+        found |= hits
+    return found
+
+
 def find_blocks(model: Module, named: Sequence[Any] | None) -> dict[str, Module]:
     """The modules that are gathered each on its own, inner ones first.
 
-    By repetition: walking down from the model, the first modules whose class occurs at least twice and that hold other
-    modules with parameters; where there are none, single layers that are large enough. A module that shares a
-    parameter with another part of the model stays with the rest.
+    By repetition; where no block is repeated, single layers that are large enough. A module that shares a parameter
+    with another part of the model stays with the rest.
     """
     places = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
 
@@ -331,24 +359,22 @@ def find_blocks(model: Module, named: Sequence[Any] | None) -> dict[str, Module]
         return bool(inside) and all(places[one] == count for one, count in inside.items())
 
     modules = {name: one for name, one in model.named_modules() if name and alone(one)}
-    found: dict[str, Module]
     if named is not None:
-        found = {}
-        for wanted in named:
-            hits = {name: one for name, one in modules.items() if _is(wanted, name, one)}
-            if not hits:
-                raise UsageError(
-                    f"fsdp's blocks: {wanted!r} is no name or class of a module with parameters of its own.",
-                    fix=[f"modules: {', '.join(list(modules)[:8])}, ...", "or leave blocks out: they are found"],
-                )
-            found |= hits
+        found = blocks_named(model, named, "fsdp's blocks")
+        shared = [name for name in found if name not in modules]
+        if shared:
+            raise UsageError(
+                f"fsdp's blocks: {shared[0]} shares a parameter with another part of the model.",
+                fix=["leave it out: it stays with the rest"],
+            )
     else:
         total = sum(p.numel() for p in model.parameters())
-        kinds = Counter(type(one) for one in modules.values())
-        repeated = {n: m for n, m in modules.items() if kinds[type(m)] > 1 and not isinstance(m, _CONTAINERS)}
-        found = {name: one for name, one in repeated.items() if any(child._parameters for child in one.children())}
-        found = found or {n: m for n, m in repeated.items() if sum(p.numel() for p in m.parameters()) >= _LARGE * total}
-        found = {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
+        found = blocks_repeated(model, modules)
+        if not found:
+            kinds = Counter(type(one) for one in modules.values() if not isinstance(one, _CONTAINERS))
+            large = {n for n, m in modules.items() if sum(p.numel() for p in m.parameters()) >= _LARGE * total}
+            found = {n: m for n, m in modules.items() if kinds[type(m)] > 1 and n in large}
+            found = {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
     found = {n: m for n, m in found.items() if type(m).forward is not Module.forward}
     found |= {n: m for n, m in _of_other_dtype(model, found, modules).items() if n not in found}
     return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))

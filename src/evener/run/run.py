@@ -193,6 +193,7 @@ class Run:
             output_device=config.output_device,
             scatter=config.scatter,
             fsdp=config.fsdp,
+            activation_checkpointing=config.activation_checkpointing,
             fill=fill,
             group=self.group,
             report=self._report,
