@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import evener
-from evener.engine.shards import check_rowwise, find_blocks
+from evener.engine.blocks import find_blocks
+from evener.engine.optim import check_rowwise
 from tests.models import seeded
 from tests.test_fsdp_gradients import Block, Net, loss_fn, new_engine, rows, token_loss, whole
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,3 +118,52 @@ def check_parameters(
             fix=["set requires_grad=True on what should train"],
         )
     return training
+
+
+def check_rowwise(optimizer: torch.optim.Optimizer) -> None:
+    """Try: a few updates of a small tensor, whole and as two halves of its rows, must come to the same.
+
+    Raises:
+        OptimizerError: they do not (Muon, Adafactor, LAMB: an element's update depends on the whole tensor).
+    """
+    for group in optimizer.param_groups:
+        dims = max((p.ndim for p in group["params"]), default=0)
+        if not dims:
+            continue
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(4, *[3] * (dims - 1), generator=generator, dtype=torch.float64)
+        gradients = [torch.randn(start.shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+        try:
+            (whole,) = _try(optimizer, group, [start], [[gradient] for gradient in gradients])
+            halves = _try(optimizer, group, list(start.split(2)), [list(g.split(2)) for g in gradients])
+            same, why = torch.allclose(whole, torch.cat(halves), rtol=1e-9, atol=1e-12), "the two differ"
+        except Exception as error:
+            same, why = False, f"{type(error).__name__}: {error}"
+        if not same:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} looks at whole tensors; under fsdp it would see the rows of one rank.",
+                evidence=[f"tried on a small tensor, whole and as two halves: {why}"],
+                fix=["an element-wise optimizer (AdamW, SGD, ...)", 'or strategy="ddp"'],
+            )
+
+
+def _try(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    start: Sequence[torch.Tensor],
+    gradients: Sequence[list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    probe = object.__new__(type(optimizer))  # with every attribute that a subclass keeps, unlike copy.copy
+    vars(probe).update(vars(optimizer))
+    vars(probe).pop("step", None)  # a schedule's wrapper, which counts steps
+    probe._optimizer_step_pre_hooks = OrderedDict()
+    probe._optimizer_step_post_hooks = OrderedDict()
+    parameters = [torch.nn.Parameter(one.clone()) for one in start]
+    settings = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+    probe.param_groups = [{**settings, "params": parameters, "fused": None, "capturable": False}]
+    probe.state = defaultdict(dict)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step):
+            parameter.grad = gradient.clone()
+        probe.step()
+    return [parameter.detach() for parameter in parameters]

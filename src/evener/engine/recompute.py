@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from evener.engine.batchnorm import Exchanged
-from evener.engine.shards import blocks_named, blocks_repeated
+from evener.engine.blocks import blocks_named, blocks_repeated
 from evener.errors import UsageError
 
 MODES = ("none", "full", "selective", "every:2", "segments:4")

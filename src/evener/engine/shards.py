@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 
 from evener.dist.blank import materialise
+from evener.engine.blocks import find_blocks
+from evener.engine.optim import check_rowwise
 from evener.engine.precision import Precision
-from evener.errors import ModelError, OptimizerError, UsageError, one_of
-
-_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-_LARGE = 0.01  # a layer repeated on its own is worth a message of its own from this part of the model on
+from evener.errors import ModelError, UsageError, one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +283,12 @@ class Shards:
         """After a forward or backward that failed: nothing of it is left."""
         self.root.reset_iter_state()
 
+    def gathered_by(self) -> Iterator[tuple[Any, list[Shard]]]:
+        """(FSDP module, the parameters that it gathers): the innermost module around each."""
+        nearest = {id(module): part for part in self.parts[1:] for module in part.modules()}  # inner ones come later
+        for part in self.parts[1:]:
+            yield part, [one for one in self.shards.values() if one.rows and nearest[id(one.owner)] is part]
+
     def clear(self) -> None:
         """Let go of the gradients of the model's own parameters."""
         for one in self.shards.values():
@@ -315,94 +320,6 @@ def _resets_above(model: Module, blocks: Mapping[str, Module]) -> bool:
     above = {".".join(name.split(".")[:n]) for name in names for n in range(name.count(".") + 2)} | {""}
     holders = [model.get_submodule(name) for name in above]
     return any(hasattr(one, "reset_parameters") or hasattr(one, "_reset_parameters") for one in holders)
-
-
-def blocks_repeated(model: Module, modules: Mapping[str, Module] | None = None) -> dict[str, Module]:
-    """Walking down from the model: the first modules whose class occurs at least twice and that hold other modules
-    with parameters."""
-    modules = modules if modules is not None else {name: one for name, one in model.named_modules() if name}
-    kinds = Counter(type(one) for one in modules.values())
-    found = {n: m for n, m in modules.items() if kinds[type(m)] > 1 and not isinstance(m, _CONTAINERS)}
-    found = {n: m for n, m in found.items() if any(c is not m and c._parameters for c in m.modules())}
-    return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
-
-
-def blocks_named(model: Module, named: Sequence[Any], keyword: str) -> dict[str, Module]:
-    """The modules that a list of modules, classes, or names of either means.
-
-    Raises:
-        UsageError: one that means none.
-    """
-    modules = {name: one for name, one in model.named_modules() if name and any(True for _ in one.parameters())}
-    found: dict[str, Module] = {}
-    for wanted in named:
-        hits = {name: one for name, one in modules.items() if _is(wanted, name, one)}
-        if not hits:
-            raise UsageError(
-                f"{keyword}: {wanted!r} is no name or class of a module with parameters.",
-                fix=[f"modules: {', '.join(list(modules)[:8])}, ..."],
-            )
-        found |= hits
-    return found
-
-
-def find_blocks(model: Module, named: Sequence[Any] | None) -> dict[str, Module]:
-    """The modules that are gathered each on its own, inner ones first.
-
-    By repetition; where no block is repeated, single layers that are large enough. A module that shares a parameter
-    with another part of the model stays with the rest.
-    """
-    places = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-
-    def alone(module: Module) -> bool:
-        inside = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
-        return bool(inside) and all(places[one] == count for one, count in inside.items())
-
-    modules = {name: one for name, one in model.named_modules() if name and alone(one)}
-    if named is not None:
-        found = blocks_named(model, named, "fsdp's blocks")
-        shared = [name for name in found if name not in modules]
-        if shared:
-            raise UsageError(
-                f"fsdp's blocks: {shared[0]} shares a parameter with another part of the model.",
-                fix=["leave it out: it stays with the rest"],
-            )
-    else:
-        total = sum(p.numel() for p in model.parameters())
-        found = blocks_repeated(model, modules)
-        if not found:
-            kinds = Counter(type(one) for one in modules.values() if not isinstance(one, _CONTAINERS))
-            large = {n for n, m in modules.items() if sum(p.numel() for p in m.parameters()) >= _LARGE * total}
-            found = {n: m for n, m in modules.items() if kinds[type(m)] > 1 and n in large}
-            found = {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
-    found = {n: m for n, m in found.items() if type(m).forward is not Module.forward}
-    found |= {n: m for n, m in _of_other_dtype(model, found, modules).items() if n not in found}
-    return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))
-
-
-def _is(wanted: Any, name: str, module: Module) -> bool:
-    if isinstance(wanted, str):
-        return wanted in (name, type(module).__name__)
-    return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
-
-
-def _of_other_dtype(model: Module, blocks: Mapping[str, Module], modules: Mapping[str, Module]) -> dict[str, Module]:
-    """Modules whose parameters have another dtype than the rest of their block (a BatchNorm in fp32): FSDP wants one
-    dtype per block, so they become blocks."""
-
-    def nearest(name: str) -> str:
-        return next((b for b in sorted(blocks, key=len, reverse=True) if f"{name}.".startswith(f"{b}.")), "")
-
-    numbers: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
-    for name, parameter in model.named_parameters():
-        numbers[nearest(name)][parameter.dtype] += parameter.numel()
-    odd = {}
-    for name, module in modules.items():
-        own = [p for p in module._parameters.values() if p is not None and p.ndim]
-        usual = numbers[nearest(name)].most_common(1)
-        if own and usual and all(p.dtype != usual[0][0] for p in own):
-            odd[name] = module
-    return odd
 
 
 # ------------------------------------------------------------------------------------------------ before it is sharded
@@ -443,65 +360,3 @@ def without_storage(model: Module) -> Module:
     for parameter in model.parameters():
         memo[id(parameter)] = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
     return copy.deepcopy(model, memo)
-
-
-# ------------------------------------------------------------------------------------------------ the capability test
-
-
-def check_rowwise(optimizer: torch.optim.Optimizer) -> None:
-    """Try: a few updates of a small tensor, whole and as two halves of its rows, must come to the same.
-
-    Raises:
-        OptimizerError: they do not (Muon, Adafactor, LAMB: an element's update depends on the whole tensor).
-    """
-    for group in optimizer.param_groups:
-        dims = max((p.ndim for p in group["params"]), default=0)
-        if not dims:
-            continue
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(4, *[3] * (dims - 1), generator=generator, dtype=torch.float64)
-        gradients = [torch.randn(start.shape, generator=generator, dtype=torch.float64) for _ in range(3)]
-        try:
-            (whole,) = _try(optimizer, group, [start], [[gradient] for gradient in gradients])
-            halves = _try(optimizer, group, list(start.split(2)), [list(g.split(2)) for g in gradients])
-            same, why = torch.allclose(whole, torch.cat(halves), rtol=1e-9, atol=1e-12), "the two differ"
-        except Exception as error:
-            same, why = False, f"{type(error).__name__}: {error}"
-        if not same:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} looks at whole tensors; under fsdp it would see the rows of one rank.",
-                evidence=[f"tried on a small tensor, whole and as two halves: {why}"],
-                fix=["an element-wise optimizer (AdamW, SGD, ...)", 'or strategy="ddp"'],
-            )
-
-
-def _try(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    start: Iterable[torch.Tensor],
-    gradients: Iterable[list[torch.Tensor]],
-) -> list[torch.Tensor]:
-    probe = object.__new__(type(optimizer))  # with every attribute that a subclass keeps, unlike copy.copy
-    vars(probe).update(vars(optimizer))
-    vars(probe).pop("step", None)  # a schedule's wrapper, which counts steps
-    probe._optimizer_step_pre_hooks = OrderedDict()
-    probe._optimizer_step_post_hooks = OrderedDict()
-    parameters = [Parameter(one.clone()) for one in start]
-    settings = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-    probe.param_groups = [{**settings, "params": parameters, "fused": None, "capturable": False}]
-    probe.state = defaultdict(dict)
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step):
-            parameter.grad = gradient.clone()
-        probe.step()
-    return [parameter.detach() for parameter in parameters]
-
-
-def places_of(shards: Shards) -> Iterator[tuple[Any, list[Shard]]]:
-    """(FSDP module, the parameters that it gathers)."""
-    nearest: dict[int, Any] = {}
-    for part in shards.parts[1:]:  # outer ones first, so that the innermost stays
-        for module in part.modules():
-            nearest[id(module)] = part
-    for part in shards.parts[1:]:
-        yield part, [one for one in shards.shards.values() if one.rows and nearest[id(one.owner)] is part]

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from evener.engine.join import Join
-from evener.engine.shards import Shards, places_of
+from evener.engine.shards import Shards
 from evener.engine.spread import Tensors, existing
 from evener.engine.spread.ddp import DDP
-from evener.engine.spread.exact import Exact, Tree
+from evener.engine.spread.exact import Exact, Tree, row_norms
 from evener.engine.spread.single import Single
 from evener.engine.tally import as_loss
 
@@ -54,7 +54,7 @@ class FSDP(Single):
         self.square = torch.zeros(())
         self.hooks: list[Any] = []
         self.trees: list[_Tree] = []
-        for part, inside in places_of(shards):
+        for part, inside in shards.gathered_by():
             comm = _Sum(join, keeps=self.keeps) if slice_size is None else _Tree(join)
             if isinstance(comm, _Tree):
                 self.trees.append(comm)
@@ -114,10 +114,7 @@ class FSDP(Single):
             tree.finish()
         if self.loose:
             self.inner.finish()
-        for parameter, one in zip(self.parameters, self.pieces):
-            if one.rows is not None:
-                parameter.grad = None if one.source.grad is None else one.source.grad.to_local()
-        mine = self._squares(existing(self.parameters))
+        mine = self._squares(self.gradients())
         flags = torch.tensor(self.used, device=mine.device).to(mine.dtype)
         told = torch.cat([mine, flags])
         dist.all_reduce(told)
@@ -175,8 +172,7 @@ class FSDP(Single):
         rows = torch.zeros(sum(sizes), dtype=dtype, device=self.shards.device)
         for part, (gradient, one) in zip(rows.split(sizes), pieces):
             assert gradient is not None
-            whole = gradient.to(dtype)
-            norms = torch.linalg.vector_norm(whole.flatten(1), dim=1) if whole.ndim > 1 else whole.abs().reshape(-1)
+            norms = row_norms(gradient)
             if one.rows is not None:
                 part[slice(*one.rows)] = norms
             elif self.shards.rank == 0:
