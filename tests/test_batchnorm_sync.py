@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import evener
 from tests.models import mlp_rows, seeded
+from tests.test_fsdp_gradients import whole
 
 
 class Net(nn.Module):
@@ -45,16 +46,16 @@ def new_engine(model, optimizer=None, **how):
     )  # fmt: skip
 
 
-def updates(edges, microbatch):
+def updates(edges, microbatch, strategy="auto"):
     """Updates of other sizes after the first, where an empty rank has nothing to learn the batch from."""
     model = seeded(Net).double()
-    engine = new_engine(model, microbatch_size=microbatch)
+    engine = new_engine(model, microbatch_size=microbatch, strategy=strategy)
     rank, results = evener.rank(), []
     for k, bounds in enumerate(edges):
         x, y = mlp_rows(bounds[-1], seed=k, dtype=torch.float64)
         start, stop = bounds[rank], bounds[rank + 1]
         engine.backward((x[start:stop], y[start:stop]) if stop > start else None)
-        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        gradients = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
         update = engine.apply()
         results.append((gradients, {n: b.clone() for n, b in model.named_buffers()}, update.loss, update.metrics["n"]))
     digest = engine.digest()
@@ -83,10 +84,10 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("world", EDGES)
-def test_gradients_and_statistics_are_those_of_the_whole_batch(ranks, world):
+@pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (2, "auto"), (3, "auto"), (4, "auto"), (3, "fsdp")])
+def test_gradients_and_statistics_are_those_of_the_whole_batch(ranks, world, strategy):
     expected = reference([17, 9, 2])
-    everywhere = ranks(world)(updates, EDGES[world], None)
+    everywhere = ranks(world)(updates, EDGES[world], None, strategy)
     assert len({digest for _, digest in everywhere}) == 1
     for results, _ in everywhere:
         for (gradients, buffers, loss), (got, got_buffers, got_loss, _) in zip(expected, results):

@@ -20,7 +20,7 @@ def train(kind, strategy, precision, updates=6, poison=None, exact=True, options
     loss, data = (everything_loss, everything_rows) if kind == "everything" else (kind, rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     how = {"exact": True, "slice_size": SLICE} if exact else {"coupled": False}
-    if strategy == "fsdp" and options:
+    if strategy == "fsdp" and evener.world_size() > 1 and options:
         how["fsdp"] = options
     engine = new_engine(
         model, optimizer, loss, strategy=strategy, precision=precision, max_grad_norm=1.0, seed=3, ema=0.9, **how

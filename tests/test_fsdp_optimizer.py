@@ -161,6 +161,7 @@ def refused(kind):
         new_engine(
             model, optimizer, **{
                 "hsdp": {"strategy": "hsdp"}, "compile": {"compile": True}, "key": {"fsdp": {"block": ["Block"]}},
+                "divisor": {"fsdp": {"reshard_after_forward": 3}}, "ddp": {"strategy": "ddp", "fsdp": {}},
                 "accumulate": {"fsdp": {"accumulate": "sum"}}, "buffer": {"precision": {"buffer": "bf16"}},
                 "policy": {"exact": True, "slice_size": 2, "precision": {"param": "bf16"}},
             }[kind],
@@ -177,6 +178,8 @@ def refused(kind):
         ("compile", 'compile=True with strategy="fsdp" is not there yet'),
         ("key", "fsdp's key='block' is not known.\n  fix: fsdp's key=\"blocks\""),
         ("accumulate", "is one of: reduce, keep"),
+        ("divisor", 'fsdp["reshard_after_forward"]=3 does not divide the 2 ranks'),
+        ("ddp", 'fsdp= belongs to strategy="fsdp"; this one is "ddp"'),
         ("buffer", "there is no dtype for buffers; FSDP1 had one"),
         ("policy", "parameters gathered in half precision give other bits"),
         ("inside", "a part of a block was called without the block"),

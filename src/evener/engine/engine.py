@@ -171,11 +171,24 @@ class Engine:
             self.join = Join(self.cut, split, self.device)
             self.hooks += [*bn.synchronise(self.model, self.join), self.join.own_group()]
             self.notes.append("BatchNorm sees the microbatches of all ranks together")
+        if fsdp is not None and self.strategy != "fsdp":
+            raise UsageError(
+                f'fsdp= belongs to strategy="fsdp"; this one is "{self.strategy}".',
+                fix=['strategy="fsdp"', "leave it out"],
+            )
         options = Options.of(fsdp)
         self.shards: Shards | None = None
         twin: Shards | None = None
         if self.strategy == "fsdp" and world > 1:
-            check_fsdp(models, optimizers, precision=self.precision, exact=exact, compile=compile)
+            check_fsdp(
+                models,
+                optimizers,
+                options,
+                precision=self.precision,
+                exact=exact,
+                compile=compile,
+                world_size=world,
+            )
             self.join = self.join or Join(self.cut, split, self.device)
         self.pins = Pins(exact=exact, tf32=self.precision.name == "tf32", device=self.device)
         self.master = next(iter(parameters.values()))[0].dtype

@@ -148,6 +148,7 @@ class Shards:
                     part.reshard()
         self.reshard()
         self.shards = {name: self._shard(name, before[name]) for name in before}
+        self.before = before  # emptied, but alive: another parameter must not get the id of one
         self.local_of = {id(before[name]): one.local for name, one in self.shards.items()}
         self.by_local = {id(one.local): one for one in self.shards.values()}
         if blank and fill is not None:
@@ -205,9 +206,9 @@ class Shards:
         for one in self.shards.values():
             if one.local.requires_grad != one.source.requires_grad:
                 one.local.requires_grad_(one.source.requires_grad)
-        here = {id(one.source): one.local for one in self.shards.values()}
-        for group in optimizer.param_groups:
-            if any(id(p) in here and here[id(p)] is not p for p in group["params"]):
+        if any(id(p) not in self.by_local for group in optimizer.param_groups for p in group["params"]):
+            here = {id(one.source): one.local for one in self.shards.values()}
+            for group in optimizer.param_groups:
                 group["params"] = [here.get(id(p), p) for p in group["params"]]
 
     # ------------------------------------------------------------------------------------------------ whole tensors
@@ -326,9 +327,22 @@ def _resets_above(model: Module, blocks: Mapping[str, Module]) -> bool:
 
 
 def check_fsdp(
-    models: Mapping[str, Any], optimizers: Mapping[str, Any], *, precision: Precision, exact: bool, compile: bool
+    models: Mapping[str, Any],
+    optimizers: Mapping[str, Any],
+    options: Options,
+    *,
+    precision: Precision,
+    exact: bool,
+    compile: bool,
+    world_size: int,
 ) -> None:
     """Refuse what fsdp cannot do, before anything is sharded."""
+    ranks = options.reshard_after_forward
+    if not isinstance(ranks, bool) and (ranks < 1 or world_size % ranks):
+        raise UsageError(
+            f'fsdp["reshard_after_forward"]={ranks} does not divide the {world_size} ranks.',
+            fix=["True (over all ranks), False (not at all), or a divisor of the world size"],
+        )
     if len(models) > 1 or len(optimizers) > 1:
         raise UsageError(
             'strategy="fsdp" shards one model with one optimizer.', fix=['strategy="ddp" for several of either']
