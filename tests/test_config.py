@@ -65,6 +65,8 @@ def test_defaults():
         "scatter": None,
         "microbatch_size": None,
         "weights": None,
+        "fsdp": None,
+        "activation_checkpointing": None,
         "dir": None,
         "save_every": "10min",
         "keep_checkpoints": 3,
@@ -175,7 +177,7 @@ def test_functions_cannot_come_from_a_file_or_a_flag(tmp_path):
 
 def test_a_misspelt_keyword_names_the_nearest_and_its_group():
     assert refused(micro_batch_size=4) == (
-        "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size, weights"
+        "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size, weights, fsdp, activation_checkpointing"
     )
     assert "output keywords: dir, save_every, keep_checkpoints, resume, timeout, logger, profile, split" in refused(
         time_out=4
@@ -244,7 +246,7 @@ def test_parts_larger_than_the_batch_are_refused():
         ({"max_grad_norm": True}, "max_grad_norm=True is a bool."),
         ({"on_nonfinite": "stop:0"}, 'on_nonfinite is "skip", "stop", or "stop:N"'),
         ({"scaler": True}, "scaler is None, a torch.amp.GradScaler, or its arguments"),
-        ({"batchnorm": "sync"}, "batchnorm is one of: slice, frozen"),
+        ({"batchnorm": "synced"}, "batchnorm is one of: slice, sync, frozen"),
         ({"device_ids": 0}, 'device_ids is None or a list of devices for strategy="dp", such as [0, 1]'),
         ({"device_ids": []}, "device_ids=[] is empty."),
         ({"output_device": -1}, "output_device is a device number from 0, or a torch.device"),

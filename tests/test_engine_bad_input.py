@@ -42,7 +42,7 @@ def test_sizes():
 
 def test_words_name_the_nearest():
     refused('strategy="single"', strategy="sinlge")
-    refused("batchnorm is one of: slice, frozen", batchnorm="syncc")
+    refused("batchnorm is one of: slice, sync, frozen", batchnorm="syncc")
     refused('loss_is="row mean"', loss_is="rowmean")
     refused('schedule_by="epoch"', schedule_by="epochs")
 

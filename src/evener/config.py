@@ -69,7 +69,7 @@ class RunKeywords(TypedDict, total=False):
     seed: int
     loss_is: Literal["row mean"] | None
     precision: str | Mapping[str, str]
-    strategy: Literal["auto", "single", "dp", "ddp"]
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp"]
     scheduler: Any
     schedule_by: Literal["update", "epoch"]
     max_grad_norm: float | Mapping[str, float] | None
@@ -77,13 +77,15 @@ class RunKeywords(TypedDict, total=False):
     on_nonfinite: str
     scaler: Any
     compile: bool
-    batchnorm: Literal["slice", "frozen"]
+    batchnorm: Literal["slice", "sync", "frozen"]
     ema: float | None
     device_ids: Sequence[Any] | None
     output_device: Any
     scatter: Sequence[float] | Callable[..., Any] | None
     microbatch_size: int | None
     weights: str | os.PathLike[str] | None
+    fsdp: Mapping[str, Any] | None
+    activation_checkpointing: str | Sequence[Any] | None
     dir: str | os.PathLike[str] | None
     save_every: int | str | None
     keep_checkpoints: int
@@ -122,7 +124,7 @@ class Config:
     on_nonfinite: str = field(default="skip", metadata=_row("step", checks.on_nonfinite))
     scaler: Any = field(default=None, metadata=_row("step", checks.scaler))
     compile: bool = field(default=False, metadata=_row("step", checks.switch()))
-    batchnorm: str = field(default="slice", metadata=_row("step", checks.word("slice", "frozen")))
+    batchnorm: str = field(default="slice", metadata=_row("step", checks.word("slice", "sync", "frozen")))
     ema: float | None = field(default=None, metadata=_row("step", checks.decay))
     device_ids: list[Any] | None = field(default=None, metadata=_row("step", checks.devices))
     output_device: Any = field(default=None, metadata=_row("step", checks.device))
@@ -130,6 +132,8 @@ class Config:
     # memory
     microbatch_size: int | None = field(default=None, metadata=_row("memory", _MICROBATCHES))
     weights: str | os.PathLike[str] | None = field(default=None, metadata=_row("memory", checks.existing))
+    fsdp: Mapping[str, Any] | None = field(default=None, metadata=_row("memory", checks.fsdp))
+    activation_checkpointing: Any = field(default=None, metadata=_row("memory", checks.recompute))
     # survival and output
     dir: str | os.PathLike[str] | None = field(default=None, metadata=_row("output", checks.dir))
     save_every: int | str | None = field(default="10min", metadata=_row("output", checks.every))

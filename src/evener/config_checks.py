@@ -20,7 +20,7 @@ Number = TypeVar("Number", int, float)
 Check: TypeAlias = Callable[[str, Any], Any]  # (keyword, given) -> the value to keep; raises a UsageError
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3")
-STRATEGIES = ("auto", "single", "dp", "ddp")
+STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp", "hsdp")
 
 
 def shown(value: object) -> str:
@@ -148,6 +148,23 @@ def on_nonfinite(name: str, value: Any) -> str:
         return text
     allowed = '"skip", "stop", or "stop:N": stop after N such updates in a row, N a whole number from 1'
     raise UsageError(f"{name}={shown(value)} is not known.", fix=[f"{name} is {allowed}"])
+
+
+def fsdp(name: str, value: Any) -> Any:
+    keys = ("blocks", "reshard_after_forward", "accumulate")
+    if value is None or (isinstance(value, Mapping) and set(value) <= set(keys)):
+        return None if value is None else dict(value)
+    if isinstance(value, Mapping):
+        one_of(f"{name}'s key", next(key for key in value if key not in keys), keys)
+    raise refused(name, value, 'None, or a dict: {"blocks": ["Block"], "reshard_after_forward": False}')
+
+
+def recompute(name: str, value: Any) -> Any:
+    """The word is judged where the model is known."""
+    if value is None or isinstance(value, str | list | tuple):
+        return list(value) if isinstance(value, tuple) else value
+    allowed = 'None, "none", "full", "selective", "every:2", "segments:4", or a list of modules, classes or their names'
+    raise refused(name, value, allowed)
 
 
 def existing(name: str, value: Any) -> str | os.PathLike[str] | None:

@@ -1,7 +1,7 @@
 """The last moment of a process that used torch.distributed, for the rooms with torch and for the launcher's shim.
 
 gloo's threads live as long as their process group object. One that still has a Python object to drop while the
-interpreter goes away aborts the process, after a training that had finished. So the threads must end before Python does.
+interpreter goes away aborts the process, after a training that had finished. So they must end before Python does.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from evener.errors import CheckpointError, UsageError
 _PREFIXES = ("module.", "model.")
 
 
-def export(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the model's parameters and buffers as one safetensors file, with the names of the plain module.
+def export(model: torch.nn.Module | Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a model's (or a state_dict's) tensors as one safetensors file, with the names of the plain module.
 
     `model.load_state_dict(safetensors.torch.load_file(path))` reads it. Called on all ranks: rank 0 writes, its success
     or error is told to all (one broadcast). An earlier file is replaced by the whole new one or stays.
@@ -51,29 +51,42 @@ def load_weights(
     Raises:
         CheckpointError: unreadable, or names and shapes do not match the model's exactly; then nothing was loaded.
     """
+    tensors, notes = read_for(model, path)
+    for name, target in _wanted(model).items():
+        if target.is_meta:
+            fill(target, tensors[name].to(device=device, dtype=target.dtype, copy=True))
+        else:
+            with torch.no_grad():
+                target.copy_(tensors[name])
+    return notes
+
+
+def read_for(model: torch.nn.Module, path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of a file of weights by the model's names, mapped and not yet copied, and notes to show.
+
+    Raises:
+        CheckpointError: as `load_weights`.
+    """
+    wanted = _wanted(model)
     tensors, notes = read_weights(Path(path))
-    held = unwrapped(model).state_dict(keep_vars=True)
-    wanted = {_plain(name): one for name, one in held.items() if isinstance(one, torch.Tensor)}
     tensors, said = _renamed(tensors, wanted)
     tensors, tied = _with_ties(tensors, wanted, path)
     problem = misfit(wanted, tensors, str(path))
     if problem is not None:
         raise problem
-    changed: dict[str, str] = {}
+    changed: dict[str, list[str]] = {}
     for name, target in wanted.items():
-        source = tensors[name]
-        if source.dtype != target.dtype:
-            changed[name] = f"{str(source.dtype)[6:]} to {str(target.dtype)[6:]}"
-        if target.is_meta:
-            fill(target, source.to(device=device, dtype=target.dtype, copy=True))
-        else:
-            with torch.no_grad():
-                target.copy_(source)
+        if tensors[name].dtype != target.dtype:
+            kind = f"{str(tensors[name].dtype)[6:]} to {str(target.dtype)[6:]}"
+            changed.setdefault(kind, []).append(name)
     notes = [*notes, *said, *tied]
-    for kind in sorted(set(changed.values())):
-        names = [name for name, one in changed.items() if one == kind]
-        notes.append(f"converted from {kind}: {some(names, 3)}")
-    return notes
+    notes += [f"converted from {kind}: {some(names, 3)}" for kind, names in sorted(changed.items())]
+    return tensors, notes
+
+
+def _wanted(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    held = unwrapped(model).state_dict(keep_vars=True)
+    return {_plain(name): one for name, one in held.items() if isinstance(one, torch.Tensor)}
 
 
 def unwrapped(model: Any) -> Any:
@@ -110,9 +123,10 @@ def misfit(wanted: Mapping[str, Any], given: Mapping[str, Any], what: str) -> Ch
     )
 
 
-def _write(model: torch.nn.Module, path: Path) -> None:
+def _write(model: torch.nn.Module | Mapping[str, Any], path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    for name, value in unwrapped(model).state_dict().items():
+    state = model if isinstance(model, Mapping) else unwrapped(model).state_dict()
+    for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.is_meta or value.dtype not in CODES:
             what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(f"{name} is {what}: a file of weights cannot hold it.")

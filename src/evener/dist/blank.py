@@ -48,7 +48,7 @@ def fill(target: Tensor, value: Tensor) -> None:
         ) from None
 
 
-def materialise(model: Module, device: torch.device | str, seed: int) -> None:
+def materialise(model: Module, device: torch.device | str, seed: int, path: str = "") -> None:
     """Give every tensor of `model` that is still on the meta device its storage and its values.
 
     Values come from `reset_parameters()` of each module, children before parents, each under a generator seeded by
@@ -56,6 +56,8 @@ def materialise(model: Module, device: torch.device | str, seed: int) -> None:
     the CPU, then moved; the CPU holds the whole model meanwhile). What the constructors did beyond `reset_parameters`
     is not repeated. Tensors that had values keep them; tied ones stay tied and get the values of their first name;
     parameters stay the same objects. The process's random state is left as it was. On every rank; no communication.
+
+    path: The model's name inside of a larger model, whose values these shall be.
 
     Raises:
         ModelError: tensors that no reset_parameters makes, all of them named; the model is then unusable.
@@ -99,7 +101,8 @@ def materialise(model: Module, device: torch.device | str, seed: int) -> None:
                 own = _own(module).values()
                 if name in resets and (any(id(one) in versions for one in own) or (inside and not kept)):
                     kept += [one for one in own if owner.get(id(one), name) != name]
-                    torch.default_generator.manual_seed(mix(seed, zlib.crc32(name.encode())))
+                    named = f"{path}.{name}".strip(".")
+                    torch.default_generator.manual_seed(mix(seed, zlib.crc32(named.encode())))
                     _reset(module, resets[name], kept)
     finally:
         torch.set_rng_state(before)

@@ -10,23 +10,32 @@ import torch
 
 from evener.dist import comm
 from evener.engine.setup import plain_state
+from evener.engine.shards import Shards
 from evener.errors import CollectiveError
 
 
-def digest_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def digest_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], shards: Shards | None = None) -> str:
     """Parameters, buffers, then optimizer state by parameter name. Collective: ranks compare their digests.
+
+    shards: Where parameters and their states are sharded; then one whole tensor at a time is brought together.
 
     Raises:
         CollectiveError: the ranks' states differ.
     """
     total = hashlib.sha256()
-    named = plain_state(dict(model.named_parameters()))
+    named = plain_state(shards.named() if shards is not None else dict(model.named_parameters()))
+
+    def whole(name: str, value: Any) -> Any:
+        if shards is None or name not in named or not isinstance(value, torch.Tensor):
+            return value
+        return shards.whole(shards.shards[name], value)
+
     for name, tensor in sorted({**named, **plain_state(dict(model.named_buffers()))}.items()):
-        _add(total, name, tensor)
+        _add(total, name, whole(name, tensor))
     for optimizer in optimizers:
         for name, parameter in sorted(named.items()):
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                _add(total, f"{name}/{key}", value)
+                _add(total, f"{name}/{key}", whole(name, value))
     mine = total.hexdigest()
     every = comm.all_gather(mine)
     if any(one != every[0] for one in every):

@@ -9,27 +9,34 @@ from typing import Any
 import torch
 
 from evener.engine.setup import load_plain, plain_name, plain_state
+from evener.engine.shards import Shards
 from evener.errors import UsageError
 
 
 class Ema:
     """average <- decay * average + (1 - decay) * weights after every update that was not skipped; buffers are copied.
 
-    `module` is a copy of the model (or of the ModuleDict of several) that shares nothing with it. Ranks hold equal
-    weights, so nothing is communicated; the skip is decided on the device, so nothing waits.
+    `module` is a copy of the model (or of the ModuleDict of several) that shares nothing with it; `shards` and `twin`
+    are the two where parameters are sharded. Ranks hold equal weights, so nothing is communicated; the skip is decided
+    on the device, so nothing waits.
     """
 
-    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+    def __init__(
+        self, model: torch.nn.Module, decay: float, shards: Shards | None = None, twin: Shards | None = None
+    ) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise UsageError(f"ema={decay!r}: the decay, at least 0 and below 1.", fix=["ema=0.999"])
         self.decay = float(decay)
-        self.module = copy.deepcopy(model).requires_grad_(False)
-        mine = {name: p for name, p in self.module.named_parameters() if p.is_floating_point()}
+        self.shards = twin
+        self.module = twin.model if twin is not None else copy.deepcopy(model).requires_grad_(False)
+        held = twin.named() if twin is not None else dict(self.module.named_parameters())
+        mine = {name: p for name, p in held.items() if p.is_floating_point()}
         # Half precision would round an average's small steps away: there it is kept in fp32, beside the module.
         self.wide = {name: p.float() for name, p in mine.items() if p.dtype in (torch.float16, torch.bfloat16)}
         self.average: list[torch.Tensor] = [self.wide.get(name, p) for name, p in mine.items()]
         self.rounded: list[torch.Tensor] = [mine[name] for name in self.wide]
-        self.weights: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+        theirs = shards.named().values() if shards is not None else model.parameters()
+        self.weights: list[torch.Tensor] = [p for p in theirs if p.is_floating_point()]
         self.buffers = list(zip(self.module.buffers(), model.buffers()))
 
     def _of(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -57,10 +64,20 @@ class Ema:
             mine.copy_(theirs)
 
     def state_dict(self) -> dict[str, Any]:
+        if self.shards is not None:
+            whole = self.shards.state_dict()
+            return {
+                **whole,
+                **{name: self.shards.kept(self.shards.shards[name], one) for name, one in self.wide.items()},
+            }
         state = {name: self.wide.get(name, tensor) for name, tensor in self.module.state_dict().items()}
         return {name: tensor.detach().clone() for name, tensor in plain_state(state).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_plain(self.module, state)
+        if self.shards is not None:
+            self.shards.load_state_dict(state)
+        else:
+            load_plain(self.module, state)
         for name, average in self.wide.items():
-            average.copy_(state[plain_name(name)])
+            whole = state[plain_name(name)]
+            average.copy_(whole if self.shards is None else self.shards.cut(self.shards.shards[name], whole))

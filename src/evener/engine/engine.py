@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +12,25 @@ from typing import Any
 import torch
 
 from evener import batch as batches
-from evener.dist import Group, comm
+from evener.dist import Group, comm, here
 from evener.dist import device as devices
+from evener.engine import batchnorm as bn
 from evener.engine.buffers import Buffers
 from evener.engine.digest import digest_of
 from evener.engine.ema import Ema
 from evener.engine.flags import Flags
+from evener.engine.join import Join, Part
 from evener.engine.optim import check_parameters
 from evener.engine.pins import Pins
 from evener.engine.precision import Precision, cast_parameters, decide
 from evener.engine.randomness import Randomness
+from evener.engine.recompute import recompute
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
 from evener.engine.setup import (
     Compiled,
     by_name,
+    check_batchnorm,
     check_exact,
     check_function,
     check_model,
@@ -33,15 +38,14 @@ from evener.engine.setup import (
     choose_strategy,
     decide_batch,
     for_target,
-    freeze_batchnorm,
-    has_batchnorm,
     load_plain,
     plain_module,
     plain_name,
     plain_state,
 )
+from evener.engine.shards import Options, Shards, check_fsdp, policy_of, without_storage
 from evener.engine.spread.choose import make_spread
-from evener.engine.step import Open, Part, apply, backward, unscale
+from evener.engine.step import Open, apply, backward, unscale
 from evener.engine.target import LossFn, Target
 from evener.engine.update import Update
 from evener.errors import BatchSizeError, UsageError, one_of, show_errors_without_traceback
@@ -112,11 +116,14 @@ class Engine:
         group: Group | None = None,
         report: Report | None = None,
         timeout: float = 600.0,
+        fsdp: Mapping[str, Any] | None = None,
+        activation_checkpointing: Any = None,
+        fill: Callable[[Shards], None] | None = None,
     ) -> None:
         show_errors_without_traceback()
         models, optimizers = by_name("model", model), by_name("optimizer", optimizer)
         for one in models.values():
-            check_model(one)
+            check_model(one, blank=strategy == "fsdp" and here().world_size > 1)
         self.given = model if isinstance(model, torch.nn.Module) else models  # what loss_fn sees
         if exact:
             check_exact(torch.nn.ModuleDict(models) if len(models) > 1 else next(iter(models.values())))
@@ -129,23 +136,27 @@ class Engine:
         self.device = devices.device(device)
         self.precision: Precision = decide(precision, self.device)
         self.report: Report = report or _warn
-        parameters = {name: check_parameters(self.model, one) for name, one in optimizers.items()}
+        parameters = {
+            name: check_parameters(dict(self.model.named_parameters()), one) for name, one in optimizers.items()
+        }
         check_sparse(self.model)
         if loss_is is not None:
             one_of("loss_is", loss_is, ["row mean"])
-        one_of("batchnorm", batchnorm, ["slice", "frozen"])
-        self.hooks: list[Any] = freeze_batchnorm(self.model) if batchnorm == "frozen" else []
+        one_of("batchnorm", batchnorm, ["slice", "sync", "frozen"])
+        self.hooks: list[Any] = bn.freeze(self.model) if batchnorm == "frozen" else []
         self.group = group if group is not None else Group(self.device, timeout=timeout)
         rank, world = self.group.rank, self.group.world_size
         self.distributed = world > 1
         self.strategy = choose_strategy(strategy, world)
+        check_batchnorm(self.model, batchnorm, strategy=self.strategy, exact=exact)
+        synchronised = batchnorm == "sync" and bn.has_batchnorm(self.model)
         self.batch = decide_batch(
             global_batch_size=global_batch_size,
             microbatch_size=microbatch_size,
             slice_size=slice_size,
             exact=exact,
             coupled=coupled,
-            batchnorm=has_batchnorm(self.model),
+            batchnorm=bn.has_batchnorm(self.model) and not synchronised,
             rank=rank,
             world_size=world,
         )
@@ -155,12 +166,43 @@ class Engine:
 
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self.join: Join | None = None
+        if world > 1 and synchronised:
+            self.join = Join(self.cut, split, self.device)
+            self.hooks += [*bn.synchronise(self.model, self.join), self.join.own_group()]
+            self.notes.append("BatchNorm sees the microbatches of all ranks together")
+        if fsdp is not None and self.strategy != "fsdp":
+            raise UsageError(
+                f'fsdp= belongs to strategy="fsdp"; this one is "{self.strategy}".',
+                fix=['strategy="fsdp"', "leave it out"],
+            )
+        options = Options.of(fsdp)
+        self.shards: Shards | None = None
+        twin: Shards | None = None
+        if self.strategy == "fsdp" and world > 1:
+            check_fsdp(
+                models,
+                optimizers,
+                options,
+                precision=self.precision,
+                exact=exact,
+                compile=compile,
+                world_size=world,
+            )
+            self.join = self.join or Join(self.cut, split, self.device)
         self.pins = Pins(exact=exact, tf32=self.precision.name == "tf32", device=self.device)
         self.master = next(iter(parameters.values()))[0].dtype
+        handles, self.recomputes = recompute(self.model, activation_checkpointing)
+        self.hooks += handles
         self._place(models, optimizers, compile)
         if world > 1:
             with self.group.call("the constructor of Run or Engine"):
-                for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if self.strategy == "fsdp":
+                    twin = self._shard(models, optimizers, options, ema is not None, seed, fill)
+                    parameters = {
+                        name: check_parameters(self.named(), optimizer) for name, optimizer in optimizers.items()
+                    }
+                for tensor in (*(self.model.parameters() if not self.shards else ()), *self.model.buffers()):
                     torch.distributed.broadcast(tensor.detach(), 0)
         if scaler is not None and not self.precision.scaler:
             raise UsageError(
@@ -181,6 +223,8 @@ class Engine:
             output_device=output_device,
             scatter=scatter,
             notes=self.notes,
+            shards=self.shards,
+            join=self.join,
         )
         for name, one in optimizers.items():
             norm = for_target("max_grad_norm", max_grad_norm, name, names)
@@ -203,9 +247,9 @@ class Engine:
             self.targets[name].alone = len(names) == 1
         self.randomness = Randomness(seed, self.device, rank=rank, per_slice=self.cut.slice_size is not None)
         self.buffers = Buffers(self.model, world_size=world, agree=_union)
-        self.ema = Ema(self.model, ema) if ema is not None else None
+        self.ema = Ema(self.model, ema, self.shards, twin) if ema is not None else None
         self.autocast: Autocast | None = None
-        if self.precision.compute is not None:
+        if self.precision.compute is not None and not (self.shards and self.precision.by_part):
             self.autocast = functools.partial(torch.autocast, self.device.type, dtype=self.precision.compute)
         # What this rank asks of all ranks: it travels with the next update's losses.
         self.asks_to_stop = self.asks_to_save = 0.0
@@ -215,9 +259,10 @@ class Engine:
 
     def _place(self, models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Any], compile: bool) -> None:
         """Device and dtypes of the models; parameter objects stay the same, so the optimizers keep holding them."""
-        self.model.to(self.device)
-        for optimizer in optimizers.values():
-            _move_state(optimizer, self.device)
+        if not (self.strategy == "fsdp" and self.distributed):  # else block by block, when they are sharded
+            self.model.to(self.device)
+            for optimizer in optimizers.values():
+                _move_state(optimizer, self.device)
         if self.precision.param is not None:
             kept = cast_parameters(self.model, self.precision.param)
             if kept:
@@ -230,6 +275,36 @@ class Engine:
                 self.hooks.append(model.register_forward_hook(_cast_output(self.precision.output)))
             if compile:
                 self.hooks.append(Compiled(model, exact=self.batch.exact))
+
+    def _shard(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        options: Options,
+        ema: bool,
+        seed: int,
+        fill: Callable[[Shards], None] | None,
+    ) -> Shards | None:
+        """Shard the model, what its optimizer holds, and a second model of the same form for the average (returned)."""
+        (model,), (optimizer,) = models.values(), optimizers.values()
+        place: dict[str, Any] = {"device": self.device, "rank": self.group.rank, "world_size": self.group.world_size}
+        place["policy"] = policy_of(self.precision, exact=self.batch.exact)
+        twin = without_storage(model) if ema else None
+        self.shards = Shards(model, options, **place, fill=fill, seed=seed)
+        self.shards.remap(optimizer)
+        self.notes.append(self.shards.words())
+        if twin is None:
+            return None
+        like = dataclasses.replace(options, blocks=tuple(self.shards.blocks))
+        return Shards(twin, like, **place, fill=self.shards.copy_into)
+
+    def shards_of(self, model: torch.nn.Module | None) -> Shards | None:
+        """Where `model` (None: the engine's own) has its parameters, if they are sharded."""
+        return self.ema.shards if self.ema is not None and model is self.ema.module else self.shards
+
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimizers hold, by the parameter's name in the model."""
+        return self.shards.named() if self.shards is not None else dict(self.model.named_parameters())
 
     # ------------------------------------------------------------------------------------------------ public
 
@@ -287,22 +362,26 @@ class Engine:
 
         all_delivered: False where rows may be missing (bad rows skipped), on any rank: then they are counted.
         """
-        done = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows, all_delivered)
+        done = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows, all_delivered, as_cut=True)
         return apply(self, done, fold=self.before_step is None)
 
     def digest(self) -> str:
         """sha256 over parameters, buffers and optimizer state in name order. Collective; reads everything."""
         self.settle()
         with self.group.call("digest"):
-            return digest_of(self.model, [target.optimizer for target in self.targets.values()])
+            return digest_of(self.model, [target.optimizer for target in self.targets.values()], self.shards)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next update depends on, apart from the data. Tensors are clones. Waits for the device."""
+        """Everything the next update depends on, apart from the data. Tensors are clones. Waits for the device.
+
+        Under fsdp it is collective: tensors are whole on rank 0's host, and shapes without values on the other ranks.
+        """
         self.settle()
+        model: dict[str, Any] = self.shards.state_dict() if self.shards is not None else self.model.state_dict()
         return {
-            "model": {n: tensor.detach().clone() for n, tensor in plain_state(self.model.state_dict()).items()},
+            "model": {name: tensor.detach().clone() for name, tensor in plain_state(model).items()},
             "ema": self.ema.state_dict() if self.ema is not None else None,
-            "targets": {name: target.state_dict() for name, target in self.targets.items()},
+            "targets": {name: target.state_dict(self.shards) for name, target in self.targets.items()},
             "groups": self.groups(),
             "buffers": self.buffers.left_out(plain_state(self.model.state_dict())),
             "number": self.number,
@@ -329,17 +408,20 @@ class Engine:
                 "the state has an average of the weights (ema) and this engine none, or the reverse.",
                 fix=["construct the engine with the same ema="],
             )
-        load_plain(self.model, state["model"])
+        if self.shards is not None:
+            self.shards.load_state_dict(state["model"])
+        else:
+            load_plain(self.model, state["model"])
         self.buffers.put_back(state["buffers"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         for name, target in self.targets.items():
-            target.load_state_dict(state["targets"][name])
+            target.load_state_dict(state["targets"][name], self.shards)
         self.number = state["number"]
 
     def groups(self) -> dict[str, list[list[str]]]:
         """Names of the parameters in each group of each optimizer: optimizer states are kept by position."""
-        names = {id(parameter): plain_name(name) for name, parameter in self.model.named_parameters()}
+        names = {id(parameter): plain_name(name) for name, parameter in self.named().items()}
         return {
             name: [[names[id(parameter)] for parameter in group["params"]] for group in target.optimizer.param_groups]
             for name, target in self.targets.items()
@@ -409,7 +491,7 @@ class Engine:
         The same on every rank, without communication.
         """
         target.spread.close()
-        target.take(check_parameters(self.model, target.optimizer))
+        target.take(check_parameters(self.named(), target.optimizer))
         target.spread = self.make_spread(parameters=target.parameters)
 
     def _loss(self, loss_fn: LossFn | None) -> LossFn:
@@ -461,7 +543,7 @@ class Engine:
     def name_unused(self, target: Target, gradients: Sequence[torch.Tensor]) -> None:
         """Report the parameters that no gradient reached in the first update."""
         if len(gradients) < len(target.parameters):
-            names = {id(p): name for name, p in self.model.named_parameters()}
+            names = {id(p): name for name, p in self.named().items()}
             unused = [names[id(p)] for p in target.parameters if p.grad is None]
             self.report("unused_parameters", self.number, {"names": unused})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +57,10 @@ def prepare(optimizer: torch.optim.Optimizer, *, exact: bool) -> bool:
     # What the constructor does for fused=True.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
         step = state.get("step")
         if isinstance(step, torch.Tensor):  # fused kernels keep the step count on the device
-            parameter_device = next(v.device for v in state.values() if isinstance(v, torch.Tensor) and v.ndim)
-            state["step"] = step.to(parameter_device, torch.float32)
+            state["step"] = step.to(parameter.device, torch.float32)
     return True
 
 
@@ -83,8 +83,10 @@ def _kernels_here(kind: type[torch.optim.Optimizer], parameters: Sequence[torch.
     return True
 
 
-def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """The parameters that both train and are in the optimizer, in the model's order.
+def check_parameters(
+    named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[torch.nn.Parameter]:
+    """The parameters that both train and are in the optimizer, in the model's order; `named`: the model's.
 
     Raises:
         OptimizerError: the optimizer holds a parameter that the model does not, or none that trains.
@@ -95,9 +97,9 @@ def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
             f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
             fix=["optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)"],
         )
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {id(parameter) for parameter in named.values()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = [parameter for parameter in held if id(parameter) not in named]
+    foreign = [parameter for parameter in held if id(parameter) not in known]
     if foreign:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in foreign[:4])
         raise OptimizerError(
@@ -109,10 +111,59 @@ def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
             ],
         )
     inside = {id(parameter) for parameter in held}
-    training = [p for p in model.parameters() if p.requires_grad and id(p) in inside]
+    training = [p for p in named.values() if p.requires_grad and id(p) in inside]
     if not training:
         raise OptimizerError(
             "none of the optimizer's parameters trains: all have requires_grad=False.",
             fix=["set requires_grad=True on what should train"],
         )
     return training
+
+
+def check_rowwise(optimizer: torch.optim.Optimizer) -> None:
+    """Try: a few updates of a small tensor, whole and as two halves of its rows, must come to the same.
+
+    Raises:
+        OptimizerError: they do not (Muon, Adafactor, LAMB: an element's update depends on the whole tensor).
+    """
+    for group in optimizer.param_groups:
+        dims = max((p.ndim for p in group["params"]), default=0)
+        if not dims:
+            continue
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(4, *[3] * (dims - 1), generator=generator, dtype=torch.float64)
+        gradients = [torch.randn(start.shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+        try:
+            (whole,) = _try(optimizer, group, [start], [[gradient] for gradient in gradients])
+            halves = _try(optimizer, group, list(start.split(2)), [list(g.split(2)) for g in gradients])
+            same, why = torch.allclose(whole, torch.cat(halves), rtol=1e-9, atol=1e-12), "the two differ"
+        except Exception as error:
+            same, why = False, f"{type(error).__name__}: {error}"
+        if not same:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} looks at whole tensors; under fsdp it would see the rows of one rank.",
+                evidence=[f"tried on a small tensor, whole and as two halves: {why}"],
+                fix=["an element-wise optimizer (AdamW, SGD, ...)", 'or strategy="ddp"'],
+            )
+
+
+def _try(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    start: Sequence[torch.Tensor],
+    gradients: Sequence[list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    probe = object.__new__(type(optimizer))  # with every attribute that a subclass keeps, unlike copy.copy
+    vars(probe).update(vars(optimizer))
+    vars(probe).pop("step", None)  # a schedule's wrapper, which counts steps
+    probe._optimizer_step_pre_hooks = OrderedDict()
+    probe._optimizer_step_post_hooks = OrderedDict()
+    parameters = [torch.nn.Parameter(one.clone()) for one in start]
+    settings = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+    probe.param_groups = [{**settings, "params": parameters, "fused": None, "capturable": False}]
+    probe.state = defaultdict(dict)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step):
+            parameter.grad = gradient.clone()
+        probe.step()
+    return [parameter.detach() for parameter in parameters]

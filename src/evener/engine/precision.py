@@ -33,6 +33,7 @@ class Precision:
     output: the dtype floating outputs of the model are cast to, or None.
     scaler: whether the loss is scaled (fp16's exponent range is small).
     because: why, one line; said in the contract.
+    by_part: given as {"param", "reduce", "output"}: fsdp then gathers parameters in the compute dtype.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Precision:
     output: torch.dtype | None = None
     scaler: bool = False
     because: str = ""
+    by_part: bool = False
 
     def words(self, master: torch.dtype) -> dict[str, Any]:
         """For the contract line: master, compute and reduce dtypes in words, and whether the loss is scaled."""
@@ -160,6 +162,11 @@ def _apex(level: str, device: torch.device) -> Precision:
 
 def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
     unknown = set(spec) - {"param", "reduce", "output"}
+    if "buffer" in unknown or "buffer_dtype" in unknown:
+        raise PrecisionError(
+            f"precision={dict(spec)!r}: there is no dtype for buffers; FSDP1 had one and FSDP2 has not.",
+            fix=["leave it out: buffers keep their dtype", "model.name.to(dtype) casts a buffer of your own"],
+        )
     if unknown:
         raise PrecisionError(
             f"precision={dict(spec)!r}: unknown key {sorted(map(str, unknown))[0]!r}.",
@@ -176,7 +183,7 @@ def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
     base = decide(_WORDS.get(param or torch.float32, "fp32"), device) if param is not torch.float64 else None
     if base is None:
         raise PrecisionError('precision["param"]="fp64" is no compute dtype.', fix=["model.double() and fp32"])
-    return replace(base, requested=repr(dict(spec)), reduce=reduce, output=output, because="as given")
+    return replace(base, requested=repr(dict(spec)), reduce=reduce, output=output, because="as given", by_part=True)
 
 
 def refuse_autocast(device: torch.device) -> None:

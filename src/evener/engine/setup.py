@@ -12,11 +12,11 @@ import torch
 from evener.engine.cut import Cut, default_slice_size
 from evener.errors import BatchSizeError, ModelError, UsageError, one_of, refuse_prepared
 
-STRATEGIES = ("auto", "single", "dp", "ddp")
+STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp", "hsdp")
 
 
-def check_model(model: object) -> torch.nn.Module:
-    """The model itself, when it is a plain module on one device.
+def check_model(model: object, *, blank: bool = False) -> torch.nn.Module:
+    """The model itself, when it is a plain module on one device. blank: parameters without storage are all right.
 
     Raises:
         ModelError: no module, already wrapped for data parallelism, or spread over several devices.
@@ -47,7 +47,7 @@ def check_model(model: object) -> torch.nn.Module:
             evidence=[", ".join(sorted(devices))],
             fix=["load it without device_map='auto', on one device or on the CPU; evener moves it"],
         )
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+    if not blank and any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise ModelError("the model has parameters without storage (device 'meta').", fix=["load its weights first"])
     lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
     if lazy:
@@ -197,6 +197,26 @@ def check_exact(model: torch.nn.Module) -> None:
             )
 
 
+def check_batchnorm(model: torch.nn.Module, batchnorm: str, *, strategy: str, exact: bool) -> None:
+    """Refuse what contradicts `batchnorm="sync"`, and layers that communicate without being asked to."""
+    if batchnorm != "sync":
+        for path, module in model.named_modules():
+            if isinstance(module, torch.nn.SyncBatchNorm) and module.training and strategy not in ("single", "dp"):
+                raise ModelError(
+                    f"{path or 'the model'} is a SyncBatchNorm: it communicates where ranks may differ.",
+                    fix=['batchnorm="sync": evener synchronises it', "or use BatchNorm layers"],
+                )
+    elif exact:
+        raise UsageError(
+            'batchnorm="sync" with exact=True: its statistics are of rows that happen to be computed at the same time.',
+            fix=['batchnorm="slice", with slice_size= the rows that BatchNorm should see together', "or exact=False"],
+        )
+    elif strategy == "dp":
+        raise UsageError(
+            'batchnorm="sync" synchronises processes; strategy="dp" is one process.', fix=['strategy="ddp"']
+        )
+
+
 def check_sparse(model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
@@ -216,40 +236,14 @@ def choose_strategy(asked: str, world_size: int) -> str:
             f'strategy="single" with {world_size} processes: each would train alone.',
             fix=['strategy="ddp" (or "auto")', "or start one process"],
         )
+    if asked == "hsdp":
+        raise UsageError('strategy="hsdp" is not there yet.', fix=['strategy="fsdp": sharded over all ranks'])
     if asked == "dp" and world_size > 1:
         raise UsageError(
             f'strategy="dp" is one process with several GPUs; this job has {world_size} processes.',
             fix=['strategy="ddp", which is also faster', "or start one process"],
         )
     return asked
-
-
-def has_batchnorm(model: torch.nn.Module) -> bool:
-    return any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
-
-
-def freeze_batchnorm(model: torch.nn.Module) -> list[Any]:
-    """Running statistics stay as they are, also after a later model.train(). Returns handles that undo it."""
-
-    def stay(module: torch.nn.Module, args: object) -> None:
-        module.training = False
-
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
-    handles: list[Any] = [_Mode(module) for module in layers if module.training]
-    for module in layers:
-        module.eval()
-        handles.append(module.register_forward_pre_hook(stay))
-    return handles
-
-
-@dataclass(frozen=True, slots=True)
-class _Mode:
-    """A layer that was in training mode, to be put back."""
-
-    module: torch.nn.Module
-
-    def remove(self) -> None:
-        self.module.train()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from evener.engine.join import Part
 from evener.engine.precision import refuse_autocast
-from evener.engine.spread import existing
 from evener.engine.tally import Tally, as_loss, refuse_names
 from evener.engine.target import LossFn, Target
 from evener.engine.update import Update
@@ -33,8 +33,6 @@ from evener.errors import LossError
 
 if TYPE_CHECKING:
     from evener.engine.engine import Engine
-
-Part = tuple[int, int, Any]  # slice or microbatch number, rows, batch
 
 
 @dataclass(slots=True)
@@ -57,6 +55,7 @@ def backward(
     parts: Sequence[Part],
     nominal: int | None,
     all_delivered: bool = True,
+    as_cut: bool = False,
 ) -> Open:
     """Forward and backward of all pieces, and the reduction. Collective.
 
@@ -64,19 +63,29 @@ def backward(
         parts: This rank's pieces.
         nominal: Rows of the global batch as the order gives them; None where only the ranks together know.
         all_delivered: False where rows may be missing, on any rank: then they are counted.
+        as_cut: The pieces of all ranks are those of `engine.cut`, so that each rank knows how many the others have.
     """
     if torch.is_autocast_enabled(engine.device.type):
         refuse_autocast(engine.device)
+    if engine.shards is not None:
+        engine.shards.follow(target.optimizer)
     if target.training() != target.seen:
         engine.retarget(target)
     states = engine.randomness.save()
     try:
+        if engine.join is not None:
+            parts = engine.join.fill(parts, nominal if as_cut and all_delivered else None)
+            engine.join.inside = True
         done = _pieces(engine, target, loss_fn, parts, nominal, all_delivered)
     except BaseException:
         if engine.buffers.any:
             engine.buffers.after_backward()  # loss_fn raised: its forward counts for nothing
+        if engine.shards is not None:
+            engine.shards.reset()
         raise
     finally:
+        if engine.join is not None:
+            engine.join.inside = engine.join.idle = False
         # Also when loss_fn raises: a user's own draws go on as if nothing had been computed.
         engine.randomness.restore(states)
     if not target.named_unused:
@@ -101,6 +110,13 @@ def _pieces(
         buffers.begin()
     last = len(parts) - 1
     for i, (number, count, batch) in enumerate(parts):
+        idle = number < 0  # joins in with weight 0
+        if idle:
+            assert engine.join is not None
+            engine.join.idle = True
+            kept = [parameter.grad for parameter in target.parameters]
+            for parameter in target.parameters:
+                parameter.grad = None
         randomness.begin_piece(engine.number, number)
         if autocast is None:
             output = spread.forward(loss_fn, engine.given, batch, count)
@@ -108,24 +124,26 @@ def _pieces(
             with autocast():
                 output = spread.forward(loss_fn, engine.given, batch, count)
         loss, scalar, metrics = as_loss(output, count)
-        if target.scalar is not scalar:
-            target.learn_kind(scalar, batch)
-        tally.add(number if slots > 1 else 0, loss, count, metrics)
+        if not idle:
+            if target.scalar is not scalar:
+                target.learn_kind(scalar, batch)
+            tally.add(number if slots > 1 else 0, loss, count, metrics)
         if target.names is None:
-            target.agree(tally, nominal, sum(part[1] for part in parts))
+            target.agree(tally, nominal, sum(part[1] for part in parts if part[0] >= 0))
         elif target.names != (tuple(metrics) if len(metrics) < 2 else tuple(sorted(metrics))):
             refuse_names(target.names, metrics)
-        if buffers.any:
+        if buffers.any and not idle:
             buffers.after_forward(number, count)
         if i == last and engine.distributed:
             sums, waiting = _send(engine, target, tally, slots)
-        spread.before_backward(i == last)
+        spread.before_backward(i == last and not idle)
         value = loss.value
         assert isinstance(value, torch.Tensor)
         if value.dtype in (torch.float16, torch.bfloat16):
             value = value.float()  # weights beyond 65504, or with more than 8 bits, must not be rounded
+        start = torch.zeros_like(value) if idle else target.weight(loss, count, known, value)
         try:
-            torch.autograd.backward(value, target.weight(loss, count, known, value), inputs=target.inputs)
+            torch.autograd.backward(value, start, inputs=target.inputs)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
@@ -133,6 +151,9 @@ def _pieces(
                 "the loss's graph was used before: loss_fn calls backward(), or returns an earlier batch's loss.",
                 fix=["remove loss.backward() from loss_fn: evener does it", "compute the loss anew in every call"],
             ) from error
+        if idle:  # 0 times what is not finite is not 0
+            for parameter, gradient in zip(target.parameters, kept):
+                parameter.grad = gradient
         spread.after_backward(number)
         if buffers.any:
             buffers.after_backward()
@@ -148,7 +169,7 @@ def _pieces(
     if buffers.any:
         total = rows if rows is not None else round(float(sums[:, 2].sum())) if sums is not None else tally.rows
         buffers.finish(spread, total, nominal or total)
-    return Open(target, tally, sums, gradients, rows, len(parts))
+    return Open(target, tally, sums, gradients, rows, len(tally.entries))
 
 
 def _send(engine: Engine, target: Target, tally: Tally, slots: int) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -181,7 +202,7 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
             unscale(done)
         if engine.before_step is not None:
             engine.before_step(engine.given)
-        gradients = existing(target.parameters)  # surgery may have replaced them
+        gradients = target.spread.gradients()  # surgery may have replaced them
 
     norm = target.spread.norm(gradients)
     if factor is not None:
@@ -210,6 +231,8 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
         engine.ema.update(found, target.parameters)
     for parameter in target.parameters:
         parameter.grad = None  # freed during the next forward
+    if engine.shards is not None:
+        engine.shards.clear()
     now = time.perf_counter()
     update = Update(
         engine.number,

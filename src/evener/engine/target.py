@@ -18,6 +18,7 @@ from evener.engine.mean import Mean
 from evener.engine.optim import prepare
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
+from evener.engine.shards import Shards
 from evener.engine.spread import Spread
 from evener.engine.tally import Tally
 from evener.errors import LossError, UsageError
@@ -98,7 +99,9 @@ class Target:
         else:
             denominator: Any = self._counted(tally, sums)
             if isinstance(denominator, torch.Tensor):
-                owed = self.provisional / denominator
+                # An integer count would give a float32 quotient.
+                wide = denominator.double() if self.master == torch.float64 else denominator
+                owed = self.provisional / wide
             else:
                 owed = self.provisional / denominator if denominator else math.nan
         if self.loss_scale is not None:
@@ -219,24 +222,38 @@ class Target:
 
     # ------------------------------------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, shards: Shards | None = None) -> dict[str, Any]:
         """Tensors are clones: the optimizer's own would change under the caller."""
+        optimizer = self.optimizer.state_dict() if shards is None else self._whole_state(shards)
         return {
-            "optimizer": clone(self.optimizer.state_dict()),
+            "optimizer": clone(optimizer),
             "schedule": self.schedule.state_dict(),
             "scaler": self.loss_scale.state_dict() if self.loss_scale else None,
             "provisional": self.provisional if self.provisional_agreed else None,
             "flags": self.flags.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _whole_state(self, shards: Shards) -> dict[str, Any]:
+        """The optimizer's state_dict with whole tensors (on rank 0); by position, as torch's."""
+        state = self.optimizer.state_dict()
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for i, of in state["state"].items():
+            one = shards.by_local[id(held[i])]
+            state["state"][i] = {key: shards.kept(one, value) for key, value in of.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], shards: Shards | None = None) -> None:
         if (state["scaler"] is None) != (self.loss_scale is None):
             raise UsageError(
                 "the state has a loss scale and this engine none, or the reverse: another precision.",
                 fix=["construct the engine with the precision that the state was saved with"],
             )
         # load_state_dict keeps the tensors it is given: a later step would change the caller's copy.
-        self.optimizer.load_state_dict(clone(state["optimizer"]))
+        optimizer = dict(state["optimizer"])
+        if shards is not None:
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            optimizer["state"] = {i: shards.cut_state(held[i], of) for i, of in optimizer["state"].items()}
+        self.optimizer.load_state_dict(clone(optimizer))
         self.skips_on_device = prepare(self.optimizer, exact=self.exact)
         self.schedule.load_state_dict(state["schedule"])
         if self.loss_scale is not None:

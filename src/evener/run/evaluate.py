@@ -16,8 +16,10 @@ from evener.data import Cursor, is_stream, make_feed, source_of
 from evener.dist import comm
 from evener.engine import Engine
 from evener.engine.cut import Cut
+from evener.engine.join import Join
 from evener.engine.mean import Mean, total_of
 from evener.engine.randomness import Randomness
+from evener.engine.shards import Shards
 from evener.errors import DataError, LossError, UsageError
 from evener.run.predict import checked, in_dataset_order
 
@@ -62,7 +64,15 @@ class Walk:
     """
 
     def __init__(
-        self, engine: Engine, config: Config, module: torch.nn.Module, data: Any, *, batch_size: int, training: Any
+        self,
+        engine: Engine,
+        config: Config,
+        module: torch.nn.Module,
+        data: Any,
+        *,
+        batch_size: int,
+        training: Any,
+        shards: Shards | None,
     ) -> None:
         # A stream is read by every rank, and each keeps its chunks.
         source, workers = source_of(data, "split" if is_stream(data) else None), config.num_workers
@@ -77,6 +87,9 @@ class Walk:
         self.group, self.batch_size = engine.group, batch_size
         self.autocast = engine.autocast if engine.autocast is not None else contextlib.nullcontext
         rank, world_size = self.group.rank, self.group.world_size
+        # Fixed chunks, whoever computes one: in exact mode its values do not depend on the world size.
+        cut = Cut(rank, world_size, None, batch_size)
+        self.shards, self.join = shards, Join(cut, None, engine.device) if shards is not None else None
         self.feed = make_feed(
             source,
             stream="split",
@@ -85,8 +98,7 @@ class Walk:
             drop_last=False,
             rank=rank,
             world_size=world_size,
-            # Fixed chunks, whoever computes one: in exact mode its values do not depend on the world size.
-            cut=Cut(rank, world_size, None, batch_size).pieces,
+            cut=cut.pieces,
             device=engine.device,
             seed=config.seed,
             local_world_size=self.group.place.local_world_size,
@@ -94,17 +106,25 @@ class Walk:
             num_workers=workers,
         )
 
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(*args), with the model's parameters at hand."""
+        return self.shards.call(fn, *args) if self.shards is not None else fn(*args)
+
     def pieces(self) -> Iterator[tuple[int, Any, int]]:
-        """(first row in the dataset, batch, rows); the caller computes inside autocast and without gradients."""
+        """(first row in the dataset, batch, rows); the caller computes inside autocast and without gradients.
+
+        The first row is negative where the rank has nothing left and another has: then it computes and forgets.
+        """
         try:
             with no_trace(self.module, self.randomness):
                 for portion in self.feed.portions(Cursor(), epochs=1):
                     self.rows = portion.cursor.offset + portion.rows
-                    for piece in portion.pieces:
-                        at = portion.cursor.offset + piece.start
+                    first = portion.cursor.offset
+                    parts = [(first + piece.start, piece.rows, piece.batch) for piece in portion.pieces]
+                    for at, rows, batch in self.join.fill(parts, portion.rows) if self.join is not None else parts:
                         self.randomness.begin_piece(-1, at // self.batch_size)
                         with self.autocast():
-                            yield at, aligned(piece.batch) if self.exact else piece.batch, piece.rows
+                            yield at, aligned(batch) if self.exact else batch, rows
         finally:
             self.feed.close()
 
@@ -120,7 +140,9 @@ def evaluate(walk: Walk, model: Any, metric_fn: MetricFn) -> tuple[dict[str, flo
     values: list[Any] = []  # total, count, total, ... of every chunk's means, on the device until the end
     names: list[list[str]] = []
     for at, batch, rows in walk.pieces():
-        means = as_means(metric_fn(model, batch), rows)
+        means = as_means(walk.call(metric_fn, model, batch), rows)
+        if at < 0:
+            continue
         chunks.append(at)
         names.append(list(means))
         for mean in means.values():
@@ -144,7 +166,9 @@ def predict(walk: Walk, model: Any, fn: Callable[..., Any]) -> torch.Tensor:
     problem: DataError | None = None
     try:
         for at, batch, rows in walk.pieces():
-            outputs.append((at, at + rows, checked(fn, model, batch, rows)))
+            values = checked(walk.call(fn, model, batch), rows)
+            if at >= 0:
+                outputs.append((at, at + rows, values))
     except DataError as error:
         problem = error
     with walk.group.call("predict"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,8 +53,8 @@ def in_dataset_order(
     return result
 
 
-def checked(fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> torch.Tensor:
-    values = fn(model, batch)
+def checked(values: Any, rows: int) -> torch.Tensor:
+    """What fn returned for `rows` rows, on the CPU."""
     if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != rows:
         got = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
         raise DataError(

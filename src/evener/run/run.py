@@ -18,7 +18,7 @@ import torch
 
 from evener import batch as batches
 from evener.checkpoint.weights import export as export_weights
-from evener.checkpoint.weights import load_weights
+from evener.checkpoint.weights import load_weights, read_for
 from evener.config import Config, ConfigFile, RunKeywords
 from evener.data import Cursor, Portion, make_feed, source_of
 from evener.dist import Group, comm
@@ -28,10 +28,10 @@ from evener.dist.mix import mix
 from evener.engine import Engine, Update
 from evener.engine.divergence import refuse_divergence
 from evener.engine.engine import Models, Optimizers
+from evener.engine.join import Part
 from evener.engine.precision import refuse_autocast
 from evener.engine.setup import by_name, check_function, check_model
-from evener.engine.step import Part
-from evener.errors import CheckpointError, DataError, UsageError, show_errors_without_traceback
+from evener.errors import CheckpointError, DataError, ModelError, UsageError, show_errors_without_traceback
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
 from evener.report.goodput import newest_update
@@ -79,8 +79,8 @@ class Run:
         model: A plain module, never wrapped; or {name: module}.
         optimizer: Over the model's parameters; or {name: optimizer}, with `batches` and `step(batch, optimizer=name)`.
         loss_fn: `loss_fn(model, batch)` returns a scalar (the mean over its rows), a `Mean`, or (either, {name: Mean}).
-        dataset: Rows: a map-style dataset, tensors, or a DataLoader (taken for its dataset, collate_fn and workers); with
-            stream= what can only be iterated.
+        dataset: Rows: a map-style dataset, tensors, or a DataLoader (taken for its dataset, collate_fn and workers);
+            with stream= what can only be iterated.
         **keywords: See the table in docs/keywords.md; `global_batch_size` is required. `evener.toml`, then flags of
             `evener run`, override them.
 
@@ -123,8 +123,8 @@ class Run:
         self._closed = True  # until it is open
         self._output: Output | None = None
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
-        weight_notes = self._give_values(model)
-        self.engine = self._engine(model, optimizer, loss_fn)
+        weight_notes, fill = self._give_values(model)
+        self.engine = self._engine(model, optimizer, loss_fn, fill)
         self.feed = make_feed(
             source,
             stream=config.stream,
@@ -158,7 +158,13 @@ class Run:
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def _engine(self, model: Models, optimizer: Optimizers, loss_fn: Callable[..., Any] | None) -> Engine:
+    def _engine(
+        self,
+        model: Models,
+        optimizer: Optimizers,
+        loss_fn: Callable[..., Any] | None,
+        fill: Callable[[Any], None] | None,
+    ) -> Engine:
         config = self.config
         return Engine(
             model,
@@ -188,22 +194,42 @@ class Run:
             device_ids=config.device_ids,
             output_device=config.output_device,
             scatter=config.scatter,
+            fsdp=config.fsdp,
+            activation_checkpointing=config.activation_checkpointing,
+            fill=fill,
             group=self.group,
             report=self._report,
         )
 
-    def _give_values(self, model: Models) -> list[str]:
-        """Weights from a file, and storage for a blank model. Returns lines to show."""
+    def _give_values(self, model: Models) -> tuple[list[str], Callable[[Any], None] | None]:
+        """Weights from a file, and storage for a blank model. Returns lines to show, and under fsdp what gives a blank
+        model its values once it is sharded: no rank ever holds the whole of it.
+        """
         models = by_name("model", model)
+        tensors = [
+            t for m in models.values() if isinstance(m, torch.nn.Module) for t in (*m.parameters(), *m.buffers())
+        ]
+        later = self.config.strategy == "fsdp" and self.world_size > 1 and any(tensor.is_meta for tensor in tensors)
         if self.config.weights is not None:
             if len(models) > 1:
                 raise UsageError("weights= is for one model.", fix=["evener.load(dir, g=generator, d=discriminator)"])
-            return load_weights(next(iter(models.values())), self.config.weights, device=self.device)
-        for one in models.values():
-            tensors = (*one.parameters(), *one.buffers()) if isinstance(one, torch.nn.Module) else ()
-            if any(tensor.is_meta for tensor in tensors):
+            one = next(iter(models.values()))
+            saved = one.state_dict() if isinstance(one, torch.nn.Module) else {}
+            adrift = [n for n, b in one.named_buffers() if b.is_meta and n not in saved] if saved else []
+            if adrift:
+                raise ModelError(
+                    f"{len(adrift)} buffers of a model built without storage are in no file of weights.",
+                    evidence=[f"persistent=False: {', '.join(adrift[:8])}"],
+                    fix=["make them in the forward, or register them with persistent=True"],
+                )
+            if not later:
+                return load_weights(one, self.config.weights, device=self.device), None
+            whole, notes = read_for(one, self.config.weights)
+            return notes, lambda shards: shards.load_state_dict(whole)
+        for one in models.values() if not later else ():
+            if isinstance(one, torch.nn.Module) and any(t.is_meta for t in (*one.parameters(), *one.buffers())):
                 materialise(one, self.device, self.config.seed)
-        return []
+        return [], None
 
     def _begin(self, source_notes: Sequence[str]) -> None:
         """Choose the directory (continue one, or start a new one), open it on rank 0, and say what was decided."""
@@ -626,11 +652,12 @@ class Run:
     def _walk(self, model: torch.nn.Module | None, dataset: Any, batch_size: int | None) -> Walk:
         module, training = self.engine.model if model is None else model, self.feed.source.dataset
         rows = self._rows_at_once(batch_size)
-        return Walk(self.engine, self.config, module, dataset, batch_size=rows, training=training)
+        shards = self.engine.shards_of(model)
+        return Walk(self.engine, self.config, module, dataset, batch_size=rows, training=training, shards=shards)
 
     def _can_compute(self, model: torch.nn.Module | None) -> None:
         refuse_autocast(self.device)
-        if model is not None:
+        if model is not None and model is not self.ema:
             check_model(model)
 
     def _rows_at_once(self, batch_size: int | None) -> int:
@@ -666,10 +693,12 @@ class Run:
         """Weights with plain names as safetensors: of the run's model, or `model=run.ema`. Collective."""
         if not isinstance(path, str | os.PathLike):
             raise UsageError(f"export({path!r}): not a path.", fix=['run.export("model.safetensors")'])
-        if model is not None:
+        if model is not None and model is not self.ema:
             check_model(model)
         with self.group.call("export"):
-            export_weights(self.engine.model if model is None else model, Path(path))
+            shards = self.engine.shards_of(model)
+            whole = shards.state_dict() if shards is not None else None
+            export_weights(whole or (self.engine.model if model is None else model), Path(path))
 
     def _save(self, name: str | int, *, behind: bool = False) -> None:
         """Behind the training: only the copy of the state is waited for, and a disk that fails does not stop it."""

@@ -37,7 +37,7 @@ def contract_of(config: Config, engine: Engine, rows: int) -> str:
             schedule_by=by,
             # On the CPU a scalar read waits for nothing.
             one_scalar_read=not target.skips_on_device and engine.device.type != "cpu",
-            notes=(engine.batch.why_coupled,) if engine.batch.why_coupled else (),
+            notes=tuple(note for note in (engine.recomputes, engine.batch.why_coupled) if note),
         )
     )
 

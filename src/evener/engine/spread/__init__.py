@@ -26,6 +26,9 @@ class Spread(Protocol):
     def begin(self, rows: int) -> None:
         """Before the first piece: no gradient is left over."""
 
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that exist now, in parameter order: a user may have replaced them."""
+
     def forward(self, loss_fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> Any:
         """What loss_fn returns for this piece. Communicates only where the forward does (fsdp)."""
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from evener.engine.join import Join
 from evener.engine.setup import Batch
+from evener.engine.shards import Shards
 from evener.engine.spread import Spread
 from evener.engine.spread.ddp import DDP
 from evener.engine.spread.dp import DP
@@ -29,6 +31,8 @@ def make_spread(
     output_device: int | None,
     scatter: Any,
     notes: list[str],
+    shards: Shards | None,
+    join: Join | None,
 ) -> Spread:
     """Called on all ranks with the same arguments; `notes` collects what the contract line should say."""
     if strategy != "dp" and (device_ids is not None or output_device is not None or scatter is not None):
@@ -46,6 +50,11 @@ def make_spread(
         if note not in notes:
             notes.append(note)
         return DP(parameters, device=device, device_ids=device_ids, output_device=output_device, scatter=scatter)
+    if shards is not None:
+        assert join is not None
+        from evener.engine.spread.fsdp import FSDP  # its imports cost as much as torch's own
+
+        return FSDP(parameters, shards=shards, join=join, slice_size=batch.cut.slice_size if batch.exact else None)
     if batch.exact:
         assert batch.cut.slice_size is not None
         return Exact(parameters, rank=rank, world_size=world_size, slice_size=batch.cut.slice_size)

@@ -228,11 +228,11 @@ class Exact(Single):
         """Norms of rows (along dimension 0, which sharding never splits), then of those, in a fixed order."""
         if not gradients:
             return torch.zeros(())
-        rows = []
-        for gradient in gradients:
-            whole = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-            rows.append(
-                torch.linalg.vector_norm(whole.flatten(1), dim=1) if whole.ndim > 1 else whole.abs().reshape(-1)
-            )
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(rows))
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.cat([row_norms(gradient) for gradient in gradients]))
         return norm
+
+
+def row_norms(gradient: torch.Tensor) -> torch.Tensor:
+    """Along dimension 0, in at least float32: the same for a row wherever it is computed."""
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    return torch.linalg.vector_norm(wide.flatten(1), dim=1) if wide.ndim > 1 else wide.abs().reshape(-1)

@@ -1,0 +1,125 @@
+"""Where the forward communicates (synchronised BatchNorm, fsdp), every rank runs the same number of forwards.
+
+The number is agreed before the first. A rank that has fewer pieces than another joins in, after its own, with rows of
+weight 0 (two, because BatchNorm refuses one): it takes part in what forward and backward exchange, and leaves no trace
+in gradients, buffers, statistics or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evener import batch as batches
+from evener.dist import comm
+from evener.engine.cut import Cut
+from evener.errors import DataError
+
+Part = tuple[int, int, Any]  # slice or microbatch number (negative: joins with weight 0), rows, batch
+IDLE = -1
+
+
+class Join:
+    """The ranks' common sequence of forwards. `fill` is called on all ranks.
+
+    inside: Between the first forward of an update and the end of its last backward. Outside of it nothing communicates.
+    idle: The piece in work has weight 0 on this rank.
+    numbers: Of the pieces of this update, by rank; rank r's step k is numbers[r][k], IDLE from its end on.
+    """
+
+    def __init__(self, cut: Cut, split: batches.Split | None, device: torch.device) -> None:
+        self.cut, self.split, self.device = cut, split, device
+        self.inside = self.idle = False
+        self.numbers: list[list[int]] = []
+        self.group = dist.group.WORLD
+        self.rows: tuple[int, Any] | None = None  # what to join in with
+        self.have = [False] * cut.world_size  # which ranks keep such rows, known to all
+
+    def own_group(self) -> Join:
+        """Give what the forward exchanges a group of its own: gradient buckets that are on their way meanwhile may then
+        start in another order on another rank. Collective; `remove` gives it back."""
+        self.group = dist.new_group()
+        return self
+
+    def remove(self) -> None:
+        dist.destroy_process_group(self.group)
+
+    def fill(self, parts: Sequence[Part], rows: int | None) -> list[Part]:
+        """This rank's pieces, with as many forwards as the rank with most has. Without communication where `rows` (of
+        the whole update, delivered as they were cut) says it; else the ranks tell each other.
+
+        Raises:
+            DataError: on all ranks: a rank without rows needs one, and the batch is of a kind that cannot be sent.
+        """
+        world = self.cut.world_size
+        if rows is not None:
+            cuts = [replace(self.cut, rank=rank) for rank in range(world)]
+            self.numbers = [[number for number, _ in cut.numbered(rows)] for cut in cuts]
+        else:
+            self.numbers = comm.all_gather([number for number, _, _ in parts])
+        most = max(map(len, self.numbers))
+        if parts and self.rows is None:
+            number = min(2, parts[0][1])
+            first = batches.part(parts[0][2], 0, number, self.split)
+            self.rows = number, batches.apply(first, torch.clone)  # a view would keep the whole batch
+        self.have = [have or bool(mine) for have, mine in zip(self.have, self.numbers)]
+        if any(len(mine) < most and not have for mine, have in zip(self.numbers, self.have)):
+            self._send_rows(self.have.index(True))
+        idle = most - len(parts)
+        self.numbers = [mine + [IDLE] * (most - len(mine)) for mine in self.numbers]
+        return [*parts, *[(IDLE, *self.rows) for _ in range(idle) if self.rows is not None]]
+
+    def _send_rows(self, src: int) -> None:
+        """Rows from rank `src` to the ranks that never had any; what they look like travels as JSON."""
+        tensors: list[torch.Tensor] = []
+        number, rows = self.rows if self.rows is not None else (0, None)
+        tree = _tree(rows, tensors) if self.cut.rank == src else None
+        shapes = [[str(tensor.dtype)[6:], list(tensor.shape)] for tensor in tensors]
+        told = comm.broadcast([tree, shapes, type(rows).__name__, number], src)
+        if told[0] is None:
+            raise DataError(
+                f"rank {self.have.index(False)} has no rows in the first update, and its forward communicates.",
+                evidence=[f"a {told[2]} cannot be sent to it from rank {src}"],
+                fix=[
+                    "make the batch of tensors in tuples, lists and dicts with text keys",
+                    "or give every rank rows in the first update",
+                ],
+            )
+        if self.cut.rank != src:
+            tensors = [torch.empty(shape, dtype=getattr(torch, name), device=self.device) for name, shape in told[1]]
+        for tensor in tensors:
+            # As bytes: not every backend moves every dtype.
+            comm.broadcast(tensor.contiguous().reshape(-1).view(torch.uint8), src)
+        if self.rows is None:
+            self.rows = told[3], _untree(told[0], tensors)
+        self.have = [True] * len(self.have)
+
+
+def _tree(batch: Any, tensors: list[torch.Tensor]) -> Any:
+    """The nesting as JSON, its tensors taken out; None where it holds something else."""
+    if isinstance(batch, torch.Tensor):
+        tensors.append(batch.contiguous())
+        return ["tensor", len(tensors) - 1]
+    if type(batch) is dict:
+        inside = [[key, _tree(value, tensors)] for key, value in batch.items()]
+        return ["dict", inside] if all(type(key) is str and tree is not None for key, tree in inside) else None
+    if type(batch) in (list, tuple):
+        inside = [_tree(value, tensors) for value in batch]
+        return [type(batch).__name__, inside] if None not in inside else None
+    return ["value", batch] if batch is None or type(batch) in (str, int, float, bool) else None
+
+
+def _untree(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    kind, inside = tree
+    if kind == "tensor":
+        return tensors[inside]
+    if kind == "dict":
+        return {key: _untree(value, tensors) for key, value in inside}
+    if kind in ("list", "tuple"):
+        values = [_untree(value, tensors) for value in inside]
+        return values if kind == "list" else tuple(values)
+    return inside

@@ -1,0 +1,376 @@
+"""A model's parameters, sharded over ranks in place by FSDP2's `fully_shard`, and whole again where somebody looks.
+
+The model stays the user's own module with its plain names. Blocks gather their parameters for their own forward and
+backward; what is left belongs to the model and is gathered for the whole of loss_fn, so that any of its methods may be
+called there. The optimizer holds plain tensors: this rank's rows of each parameter, sharing memory with the model's
+DTensors. That keeps its kernels (fused, with a skip on the device) and needs one thing of it: no element of an update
+may depend on other rows of the same tensor, which is tried out before.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+
+from evener.dist.blank import materialise
+from evener.engine.blocks import find_blocks
+from evener.engine.optim import check_rowwise
+from evener.engine.precision import Precision
+from evener.errors import ModelError, UsageError, one_of
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `fsdp={...}` holds."""
+
+    blocks: tuple[Any, ...] | None = None  # module names, class names, modules or classes; None: found by repetition
+    reshard_after_forward: bool | int = True  # False keeps gathered parameters until the backward (ZeRO-2)
+    accumulate: str = "reduce"  # "keep": whole gradients on every rank between microbatches, one reduction
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | None) -> Options:
+        given = dict(given or {})
+        for key in given:
+            one_of("fsdp's key", key, ["blocks", "reshard_after_forward", "accumulate"])
+        blocks = given.pop("blocks", None)
+        if blocks is not None:
+            given["blocks"] = tuple(blocks) if isinstance(blocks, list | tuple | set) else (blocks,)
+        options = Options(**given)
+        one_of('fsdp["accumulate"]', options.accumulate, ["reduce", "keep"])
+        if not isinstance(options.reshard_after_forward, bool | int):
+            raise UsageError(
+                f'fsdp["reshard_after_forward"]={options.reshard_after_forward!r}: True, False or a number of ranks.'
+            )
+        return options
+
+
+@dataclass(slots=True)
+class Shard:
+    """One parameter: the model's (a DTensor; itself where it is not sharded) and what the optimizer holds of it."""
+
+    name: str
+    owner: Module
+    key: str
+    shape: torch.Size
+    local: Parameter
+    rows: tuple[int, int] | None  # this rank's rows; None: whole on every rank (no dimension to shard)
+
+    @property
+    def source(self) -> Any:
+        return self.owner._parameters[self.key]
+
+
+class Root(Module):
+    """What FSDP takes for the model: everything that loss_fn does happens in one forward of this."""
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()
+        self.model = model
+        self.before: Callable[[], None] | None = None  # called when the model's own parameters are gathered
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        self.model.unshard()  # type: ignore[operator]
+        if self.before is not None and torch.is_grad_enabled():
+            self.before()
+        return call()
+
+
+class Shards:
+    """Shards `model` when constructed. On all ranks; parameters are rank 0's, or come from `weights`.
+
+    Args:
+        policy: FSDP's MixedPrecisionPolicy.
+        fill: Gives a blank model (on the meta device) its values once it is sharded: `load`, or a copy of other shards.
+            Without it they come from `seed`, block by block.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        options: Options,
+        *,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        policy: Any,
+        fill: Callable[[Shards], None] | None = None,
+        seed: int = 0,
+    ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.model, self.options, self.device = model, options, device
+        self.rank, self.world = rank, world_size
+        self.blocks = find_blocks(model, options.blocks)
+        before = dict(model.named_parameters())
+        whole = {p for p in before.values() if p.ndim == 0}
+        reshard = options.reshard_after_forward
+        shard = functools.partial(
+            fully_shard,
+            mesh=init_device_mesh(device.type, (world_size,)),
+            mp_policy=policy,
+            ignored_params=whole,
+        )
+        left = {id(p): p for p in before.values() if p.ndim}
+        blank = any(tensor.is_meta for tensor in (*before.values(), *model.buffers()))
+        if blank and fill is None and _resets_above(model, self.blocks):
+            materialise(model, "cpu", seed)  # a reset goes over several blocks
+        for name, unit in [*self.blocks.items(), ("", model)]:
+            if blank and fill is None:
+                materialise(unit, "cpu", seed, name)
+            own = [left.pop(id(parameter)) for parameter in unit.parameters() if id(parameter) in left]
+            for parameter in own:
+                _prepare(parameter, device)
+            # The model's own parameters are used again as soon as the backward begins.
+            shard(unit, reshard_after_forward=reshard if unit is not model else False)
+            for parameter in own:  # whoever still refers to the whole tensor no longer holds its memory
+                parameter.data = parameter.data.new_empty(0)
+        for parameter in whole:
+            _prepare(parameter, device)
+        if blank and fill is not None:
+            model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        root: Any = shard(Root(model))
+        self.root: Any = root
+        self.parts: list[Any] = [one for one in root.modules() if hasattr(one, "_get_fsdp_state")]
+        with torch.no_grad():
+            root(lambda: None)  # now the root is known: a block may be called on its own from here on
+            if blank and len(before) < sum(1 for _ in model.named_parameters(remove_duplicate=False)):
+                for part in self.parts:  # one after the other; tied parameters are one again afterwards
+                    part.unshard()
+                    part.reshard()
+        self.reshard()
+        self.shards = {name: self._shard(name, before[name]) for name in before}
+        self.before = before  # emptied, but alive: another parameter must not get the id of one
+        self.local_of = {id(before[name]): one.local for name, one in self.shards.items()}
+        self.by_local = {id(one.local): one for one in self.shards.values()}
+        if blank and fill is not None:
+            fill(self)
+        for part in self.parts:
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        self.root.set_reduce_scatter_unused_params(True)
+
+    def _shard(self, name: str, before: Parameter) -> Shard:
+        path, _, key = name.rpartition(".")
+        owner = self.model.get_submodule(path)
+        source: Any = owner._parameters[key]
+        if not before.ndim:  # left whole; another object where it had no storage before
+            return Shard(name, owner, key, source.shape, source, None)
+        local = Parameter(source.detach().to_local(), requires_grad=source.requires_grad)
+        chunk = -(-source.shape[0] // self.world)
+        start, stop = (min(edge * chunk, source.shape[0]) for edge in (self.rank, self.rank + 1))
+        return Shard(name, owner, key, source.shape, local, (start, stop))
+
+    @torch.no_grad()
+    def copy_into(self, other: Shards) -> None:
+        """This model's values into another that is sharded alike."""
+        for name, one in self.shards.items():
+            other.shards[name].local.copy_(one.local)
+
+    # ------------------------------------------------------------------------------------------------ the optimizer
+
+    def named(self) -> dict[str, Parameter]:
+        """What the optimizer holds, by the parameter's name in the model."""
+        return {name: one.local for name, one in self.shards.items()}
+
+    def remap(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer holds this rank's rows from now on, of its state too. In place."""
+        for group in optimizer.param_groups:
+            group["params"] = [self.local_of.get(id(p), p) for p in group["params"]]
+        for parameter, state in list(optimizer.state.items()):
+            local = self.local_of.get(id(parameter))
+            if local is not None:
+                del optimizer.state[parameter]
+                optimizer.state[local] = self.cut_state(local, state)
+
+    def cut_state(self, local: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """One parameter's optimizer state: tensors of the parameter's shape become this rank's rows."""
+        one = self.by_local[id(local)]
+        return {
+            key: self.cut(one, value).to(self.device, copy=True)
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape == one.shape
+            else value
+            for key, value in state.items()
+        }
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """What a user did to the model's parameters (unfreezing, another group) is done to what the optimizer holds."""
+        for one in self.shards.values():
+            if one.local.requires_grad != one.source.requires_grad:
+                one.local.requires_grad_(one.source.requires_grad)
+        if any(id(p) not in self.by_local for group in optimizer.param_groups for p in group["params"]):
+            here = {id(one.source): one.local for one in self.shards.values()}
+            for group in optimizer.param_groups:
+                group["params"] = [here.get(id(p), p) for p in group["params"]]
+
+    # ------------------------------------------------------------------------------------------------ whole tensors
+
+    def cut(self, one: Shard, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole tensor."""
+        return whole if one.rows is None else whole[slice(*one.rows)]
+
+    def whole(self, one: Shard, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor from every rank's rows (of the parameter, or of a state of its shape). Collective."""
+        local = local.detach()
+        if one.rows is None or local.shape != one.local.shape or not local.ndim:
+            return local
+        chunk = -(-one.shape[0] // self.world)
+        mine = local.new_zeros(chunk, *one.shape[1:])
+        mine[: len(local)] = local
+        every = mine.new_empty(self.world * chunk, *one.shape[1:])
+        dist.all_gather(list(every.split(chunk)), mine)
+        return every[: one.shape[0]]
+
+    def kept(self, one: Shard, local: Any) -> Any:
+        """As `whole`, for a state that rank 0 writes: on its host, and only there; a shape without values elsewhere."""
+        if not isinstance(local, torch.Tensor):
+            return local
+        whole = self.whole(one, local)
+        return whole.to("cpu", copy=True) if self.rank == 0 else torch.empty_like(whole, device="meta")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's: whole tensors on rank 0. Collective."""
+        self.reshard()
+        by_id = {id(one.source): one for one in self.shards.values()}
+        state = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            one = by_id.get(id(value))
+            state[name] = self.kept(one, one.local) if one else value.detach().clone()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """From whole tensors, the same on every rank. No communication."""
+        self.reshard()
+        by_id = {id(one.source): one for one in self.shards.values()}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            one = by_id.get(id(value))
+            if one is not None:
+                one.local.copy_(self.cut(one, state[name]))
+            else:
+                value.copy_(state[name])
+
+    # ------------------------------------------------------------------------------------------------ forwards
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)` where the model may be used: it communicates, so on all ranks alike."""
+        try:
+            result = self.root(functools.partial(function, *args))
+        except RuntimeError as error:
+            self.reset()
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise ModelError(
+                    "a part of a block was called without the block: its parameters are not gathered.",
+                    evidence=[f"blocks: {', '.join(self.blocks)}", str(error).splitlines()[0]],
+                    fix=['name smaller blocks, which are always called: fsdp={"blocks": [...]}'],
+                ) from error
+            raise
+        except BaseException:
+            self.reset()
+            raise
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+    def reset(self) -> None:
+        """After a forward or backward that failed: nothing of it is left."""
+        self.root.reset_iter_state()
+
+    def gathered_by(self) -> Iterator[tuple[Any, list[Shard]]]:
+        """(FSDP module, the parameters that it gathers): the innermost module around each."""
+        nearest = {id(module): part for part in self.parts[1:] for module in part.modules()}  # inner ones come later
+        for part in self.parts[1:]:
+            yield part, [one for one in self.shards.values() if one.rows and nearest[id(one.owner)] is part]
+
+    def clear(self) -> None:
+        """Let go of the gradients of the model's own parameters."""
+        for one in self.shards.values():
+            one.source.grad = None
+
+    def reshard(self) -> None:
+        for part in self.parts:
+            part.reshard()
+
+    def words(self) -> str:
+        """For the notes: `fsdp: 12 blocks (Block) and the rest, resharded after the forward`"""
+        kinds = Counter(type(block).__name__.removeprefix("FSDP") for block in self.blocks.values())
+        blocks = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        after = "resharded after the forward" if self.options.reshard_after_forward else "kept until the backward"
+        return f"fsdp: {blocks + ' and the rest' if blocks else 'the model as one block'}, {after}"
+
+
+def _prepare(parameter: Parameter, device: torch.device) -> None:
+    """Rank 0's value, on the device, contiguous (FSDP takes no other layout)."""
+    if parameter.is_meta:
+        return
+    parameter.data = parameter.data.to(device).contiguous()
+    dist.broadcast(parameter.data, 0)
+
+
+def _resets_above(model: Module, blocks: Mapping[str, Module]) -> bool:
+    """Whether some module that holds a block makes the block's values too, in a reset of its own."""
+    names = {name.rpartition(".")[0] for name in blocks}
+    above = {".".join(name.split(".")[:n]) for name in names for n in range(name.count(".") + 2)} | {""}
+    holders = [model.get_submodule(name) for name in above]
+    return any(hasattr(one, "reset_parameters") or hasattr(one, "_reset_parameters") for one in holders)
+
+
+# ------------------------------------------------------------------------------------------------ before it is sharded
+
+
+def check_fsdp(
+    models: Mapping[str, Any],
+    optimizers: Mapping[str, Any],
+    options: Options,
+    *,
+    precision: Precision,
+    exact: bool,
+    compile: bool,
+    world_size: int,
+) -> None:
+    """Refuse what fsdp cannot do, before anything is sharded."""
+    ranks = options.reshard_after_forward
+    if not isinstance(ranks, bool) and (ranks < 1 or world_size % ranks):
+        raise UsageError(
+            f'fsdp["reshard_after_forward"]={ranks} does not divide the {world_size} ranks.',
+            fix=["True (over all ranks), False (not at all), or a divisor of the world size"],
+        )
+    if len(models) > 1 or len(optimizers) > 1:
+        raise UsageError(
+            'strategy="fsdp" shards one model with one optimizer.', fix=['strategy="ddp" for several of either']
+        )
+    if compile:
+        raise UsageError('compile=True with strategy="fsdp" is not there yet.', fix=["compile=False", 'strategy="ddp"'])
+    if exact and precision.by_part and precision.compute is not None:
+        raise UsageError(
+            "exact=True: parameters gathered in half precision give other bits than the same model on one process.",
+            fix=[f'precision="{precision.name}": gathered in fp32 and cast per operation, as everywhere'],
+        )
+    for optimizer in optimizers.values():
+        check_rowwise(optimizer)
+
+
+def policy_of(precision: Precision, *, exact: bool) -> Any:
+    """FSDP's precision policy: gradients are reduced in fp32 unless told otherwise; in exact mode in their own type."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    param = precision.compute if precision.by_part else None
+    half = param is not None or precision.param is not None
+    reduce = None if exact else precision.reduce or (torch.float32 if half else None)
+    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+
+
+def without_storage(model: Module) -> Module:
+    """A copy whose parameters are on the meta device; buffers are copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    return copy.deepcopy(model, memo)
