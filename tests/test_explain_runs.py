@@ -103,7 +103,7 @@ REPORTS = {
     "one-rank": (["evener: rank 1 did not come", "nccl-timeout", "logs: "], 1),
     "oom": (["CUDA out of memory", "oom-capacity: ", "22.14 GiB of 23.69 GiB", "expandable_segments", "logs: "], 1),
 }
-QUICK = ("killed", "exits", "unused")
+QUICK = ("exits", "unused")
 
 
 @pytest.mark.parametrize("how", [how if how in QUICK else pytest.param(how, marks=full) for how in REPORTS])
