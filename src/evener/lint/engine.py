@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,15 +74,25 @@ def lint(paths: Sequence[str | os.PathLike[str]], options: Options | None = None
     options = options or Options()
     chosen = options.rules()
     files = find([os.fspath(path) for path in paths], options.exclude)
-    if len(files) < PARALLEL_FROM or options.processes == 1:
+    collected = gc.isenabled()
+    gc.disable()  # trees hold no circles: looking for them costs a quarter of the time
+    try:
+        findings = _all(files, chosen, options.processes)
+    finally:
+        if collected:
+            gc.enable()
+    order = sorted(findings, key=lambda one: (one.path, one.line, one.column, one.rule))
+    return Report(tuple(order), len(files), sum(one.rule == "unreadable" for one in order))
+
+
+def _all(files: list[str], chosen: tuple[Rule, ...], processes: int) -> list[Finding]:
+    if len(files) < PARALLEL_FROM or processes == 1:
         sources: dict[str, Source] = {}  # few files: each is parsed once
         project, broken = join(files, map(partial(read_facts, keep=sources), files))
         findings = [one for path in files for one in check(project, chosen, path, sources.pop(path, None))]
     else:
-        findings, broken = _in_processes(files, chosen, options.processes)
-    findings += broken
-    order = sorted(findings, key=lambda one: (one.path, one.line, one.column, one.rule))
-    return Report(tuple(order), len(files), sum(one.rule == "unreadable" for one in order))
+        findings, broken = _in_processes(files, chosen, processes)
+    return findings + broken
 
 
 def _in_processes(files: list[str], chosen: tuple[Rule, ...], workers: int) -> tuple[list[Finding], list[Finding]]:
@@ -89,7 +100,7 @@ def _in_processes(files: list[str], chosen: tuple[Rule, ...], workers: int) -> t
     from multiprocessing import get_context
 
     chunk = max(1, min(32, len(files) // (workers * 4)))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=gc.disable) as pool:
         project, broken = join(files, pool.map(read_facts, files, chunksize=chunk))
         # The project goes once to each worker's chunk, not once per file.
         parts = [files[i : i + chunk] for i in range(0, len(files), chunk)]
