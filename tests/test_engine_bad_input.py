@@ -192,6 +192,27 @@ def test_engine_ranks_must_start_at_slices(ranks):
     assert "start it at row 4 or 8" in texts[1]
 
 
+def unevenly_dealt(rows):
+    engine = engine_of(exact=True, slice_size=3)
+    mine = rows[evener.rank()]
+    try:
+        engine.step(mlp_rows(mine) if mine else None)
+    except evener.EvenerError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_exact_engine_ranks_must_hold_what_the_tree_expects(ranks):
+    for text in ranks(4)(unevenly_dealt, [6, 3, 3, 0]):
+        assert text.startswith(
+            "exact=True deals the 4 slices of 3 rows evenly: [1, 1, 1, 1] per rank, not [2, 1, 1, 0]"
+        )
+        assert "rows per rank: 3, 3, 3, 3" in text
+    assert ranks(4)(unevenly_dealt, [3, 3, 3, 2]) == ["", "", "", ""]
+
+
 def different_metrics():
     def loss_fn(model, batch):
         loss, metrics = row_loss(model, batch)

@@ -14,6 +14,7 @@ import torch
 from evener import batch as batches
 from evener.dist import Group, comm, here
 from evener.dist import device as devices
+from evener.dist.info import share
 from evener.engine import batchnorm as bn
 from evener.engine.buffers import Buffers
 from evener.engine.digest import digest_of
@@ -522,6 +523,8 @@ class Engine:
                         evidence=[f"rows per rank: {', '.join(map(str, counts))}"],
                         fix=[f"start it at row {below} or {below + size}: whole slices per rank", "or use evener.Run"],
                     )
+            if self.batch.exact:
+                self._must_be_dealt_evenly(counts, size)
         if rows == 0:
             return [], total
         batch = batches.move(batch, self.device)
@@ -539,6 +542,19 @@ class Engine:
         if self.batch.exact:
             parts = [batches.aligned(part) for part in parts]
         return [(first + i, stop - start, part) for i, ((start, stop), part) in enumerate(zip(pieces, parts))], total
+
+    def _must_be_dealt_evenly(self, counts: list[int], size: int) -> None:
+        """The tree is folded from the slices that every rank knows the others to have."""
+        world = self.group.world_size
+        held = [-(-count // size) for count in counts]
+        dealt = [stop - start for start, stop in (share(sum(held), rank, world) for rank in range(world))]
+        if held != dealt:
+            rows = ", ".join(str(count * size) for count in dealt)
+            raise BatchSizeError(
+                f"exact=True deals the {sum(held)} slices of {size} rows evenly: {dealt} per rank, not {held}.",
+                evidence=[f"rows per rank: {', '.join(map(str, counts))}"],
+                fix=[f"rows per rank: {rows} (the last slice may be shorter)", "or use evener.Run"],
+            )
 
     def name_unused(self, target: Target, gradients: Sequence[torch.Tensor]) -> None:
         """Report the parameters that no gradient reached in the first update."""
