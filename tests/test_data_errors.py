@@ -73,7 +73,7 @@ def test_what_is_not_a_dataset_is_refused():
 
 class Negative(Plain):
     def __len__(self):
-        return -3
+        return -3  # noqa: PLE0303  (the user's mistake that is tested)
 
 
 class Unready(Plain):
@@ -157,7 +157,7 @@ def test_sizes_and_words_are_checked():
             feed(Plain(8), **more)
         assert says in str(caught.value)
     with pytest.raises(
-        DataError, match="epoch 0 has 7 rows, less than one global batch of 8, .*no update would ever come"
+        DataError, match=r"epoch 0 has 7 rows, less than one global batch of 8, .*no update would ever come"
     ):
         next(feed(Plain(7), drop_last=True).portions(Cursor()))
     with pytest.raises(DataError, match="row 9 of an epoch that has 8 rows"):
