@@ -12,6 +12,7 @@ from evener.engine.update import Update
 from evener.errors import NonFiniteError, UsageError
 
 _IN_A_ROW = 10  # "stop" without a number
+_MANY = 20  # skipped updates after which it is said: a loss scale that is looked for costs a dozen
 _FALLING = 12  # halvings in a row after which a loss scale is reported
 
 
@@ -83,6 +84,13 @@ class Flags:
         scale = update.scale
         scaled = update._scale is not None
         self.report("skip", update.number, {"grad_norm": update.grad_norm, "loss": update.loss, "scale": scale})
+        if self.skipped == _MANY:
+            text = (
+                f"{_MANY} updates were skipped so far, the last is {update.number}: the schedule runs on without them"
+            )
+            self.report(
+                "warning", update.number, {"text": f"{text}. Lower the learning rate, or clip with max_grad_norm="}
+            )
         if scaled:
             self.halvings += 1
             if self.halvings == _FALLING or scale < 1.0:

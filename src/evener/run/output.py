@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from evener.engine.update import Update
@@ -20,6 +21,7 @@ from evener.report.events import read_events
 from evener.report.folder import RunFolder
 from evener.report.goodput import goodput
 from evener.run.pulse import Pulse
+from evener.run.silent import Growth
 
 _SHORTEST, _LONGEST, _POINTS = 0.1, 10.0, 500
 _Waiting = tuple[Update, torch.Tensor, float, float, Any, int]
@@ -34,6 +36,7 @@ class Output:
         self.folder = RunFolder(dir, active=active, say=self.console.say, continues=continues)
         self.curves = Curves(self.folder, logger)
         self.pulse = Pulse()
+        self.growth, self.process = Growth(), psutil.Process()
         self.began = time.perf_counter()
         self.due = 0.0
         self.rows = 0  # since the last point
@@ -49,6 +52,7 @@ class Output:
         pulse.updates += 1
         if now >= pulse.due:
             pulse.write(update.number, now)
+            self._watch_memory(update.number)
         if not self.active:
             return
         self.rows += rows
@@ -71,6 +75,15 @@ class Output:
         self.rows, self.since = 0, now
         if last:
             self._land(total, wait=True)
+
+    def _watch_memory(self, number: int) -> None:
+        """Once a second, 20 us."""
+        device = self.pulse.device
+        used = torch.cuda.memory_allocated(device) if device.type == "cuda" else self.process.memory_info().rss
+        line = self.growth.add(number, used) if self.active else None
+        if line:
+            self.console.say(line)
+            self.folder.event("warning", update=number, text=line)
 
     def _land(self, total: int | None, *, wait: bool = False) -> None:
         assert self.waiting is not None

@@ -41,6 +41,7 @@ from evener.run.output import Output
 from evener.run.profile import Profile
 from evener.run.resume import FINISHED, identity, mark_from, marks_of
 from evener.run.saving import Saving
+from evener.run.silent import cpu_beside_gpus, strays
 from evener.run.stop import Stopped, stop_signals
 from evener.run.trial import Watch
 from evener.run.uncaught import explain_uncaught
@@ -151,7 +152,9 @@ class Run:
         self._blocked = 0.0  # seconds that the checkpoint begun last kept the training waiting
         self._not_saved: CheckpointError | None = None  # why the newest checkpoint is not on the disk
         self.saving = Saving(config, self.engine, identity(config, self.engine, None if source.stream else source.rows))
-        self._begin([*source.notes, *weight_notes])
+        silent = [cpu_beside_gpus(self.device, plan is not None and plan.device == "cpu")]
+        silent += list(strays(self.engine.model, self.device))
+        self._begin([*source.notes, *weight_notes, *(line for line in silent if line)])
         self._watch = Watch(self, plan.trial) if plan is not None and plan.trial is not None else None
         self._closed = False
         # Not the bound method: a model and its optimizer would stay in memory until the process ends.

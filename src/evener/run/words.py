@@ -78,6 +78,8 @@ def in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:
         names = fields["names"]
         shown = ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
         return f"no gradient reached: {shown}"
+    if kind == "warning":
+        return str(fields["text"])
     if kind == "bad_row":
         return f"row {fields['row']} left out: {fields['error']}"
     return ""
