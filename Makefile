@@ -17,7 +17,7 @@ demo: $(READY)         ## train a classic model on real data, on two processes
 	$(BIN)/evener run --nproc 2 --cpu examples/digits.py
 
 test: $(READY)         ## the sampled tests; their seed is printed
-	$(BIN)/python -m pytest -q -m "not gpu and not full" tests
+	$(BIN)/python -m pytest -q --durations=40 -m "not gpu and not full" tests
 
 test-all: $(READY)     ## everything
 	$(BIN)/python -m pytest -q -m "not gpu" tests
