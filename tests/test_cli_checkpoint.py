@@ -12,8 +12,13 @@ import safetensors.torch
 import torch
 
 import evener
-from evener.checkpoint.__main__ import main
+from evener.checkpoint.__main__ import main as act
+from evener.cli.checkpoint import parser
 from tests.models import make, mlp_rows, row_loss
+
+
+def main(argv):
+    return act(vars(parser().parse_args(argv)))
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +98,13 @@ def test_mistakes_are_one_clear_error(run_dir, tmp_path, monkeypatch, capsys, ar
     monkeypatch.chdir(tmp_path)
     assert main([str(run_dir) if word == "RUN" else word for word in argv]) == code
     assert text in capsys.readouterr().err
+
+
+def test_a_missing_word_is_one_clear_error(capsys):
+    from evener.cli import main as command
+
+    assert command(["checkpoint"]) == 2
+    assert "the following arguments are required: ls | verify | export" in capsys.readouterr().err
 
 
 def test_the_verb_is_a_process_with_torch_of_its_own(run_dir):

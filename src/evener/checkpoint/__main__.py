@@ -17,39 +17,15 @@ from evener.checkpoint.weights import write_tensors
 from evener.errors import CheckpointError, EvenerError, UsageError, nearest
 
 
-def main(argv: list[str]) -> int:
-    args = arguments().parse_args(argv)
+def main(given: Mapping[str, Any]) -> int:
+    """`given`: what the command line parsed (cli/checkpoint.py); the exit code."""
+    args = argparse.Namespace(**{**given, "dir": Path(given["dir"])})
     try:
         action: Callable[[argparse.Namespace], int] = {"ls": ls, "verify": verify, "export": export}[args.action]
         return action(args)
     except EvenerError as error:
         print(f"evener: {error}", file=sys.stderr)
         return error.exit_code
-
-
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="evener checkpoint",
-        description="What is in a run directory, a checkpoints folder or one checkpoint.",
-        epilog="examples:\n  evener checkpoint ls runs/digits\n  evener checkpoint verify runs/digits\n"
-        "  evener checkpoint export runs/digits/checkpoints/best model.safetensors",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls | verify | export")
-    for name, line in (
-        ("ls", "list them with update and size; only the manifests are read"),
-        ("verify", "compare every byte with its sha256; exit code 1 when one is refused"),
-    ):
-        one = actions.add_parser(name, help=line, description=line)
-        one.add_argument("dir", type=Path)
-        one.add_argument("--json", action="store_true", help="one object for each checkpoint, in a list")
-    line = "write a model's weights as safetensors, with the names of the plain module"
-    one = actions.add_parser("export", help=line, description=line)
-    one.add_argument("dir", type=Path, help="a checkpoint, or a run directory: its newest whole one")
-    one.add_argument("file", type=Path, help="ends in .safetensors")
-    one.add_argument("--ema", action="store_true", help="the average of the weights instead")
-    one.add_argument("--model", metavar="NAME", help="one of several models")
-    return parser
 
 
 def ls(args: argparse.Namespace) -> int:
@@ -80,8 +56,9 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
-    if args.file.suffix != ".safetensors":
-        raise UsageError(f"export writes safetensors, not {args.file.name!r}.", fix=[f"{args.file.stem}.safetensors"])
+    file = Path(args.file)
+    if file.suffix != ".safetensors":
+        raise UsageError(f"export writes safetensors, not {file.name!r}.", fix=[f"{file.stem}.safetensors"])
     path = newest_whole(args.dir)
     states, _ = store.read(path)
     engine = states.get("engine")
@@ -99,9 +76,9 @@ def export(args: argparse.Namespace) -> int:
             close = nearest(args.model, names)
             raise UsageError(f"there is no model {args.model!r} in {path}.", fix=[f"--model {close}"] if close else [])
     tensors = {name: one for name, one in weights.items() if isinstance(one, torch.Tensor)}
-    write_tensors(tensors, args.file)
+    write_tensors(tensors, file)
     total = sum(one.numel() for one in tensors.values())
-    print(f"{path}\n  -> {args.file}: {len(tensors)} tensors, {total:,} values")
+    print(f"{path}\n  -> {file}: {len(tensors)} tensors, {total:,} values")
     return 0
 
 
@@ -157,4 +134,4 @@ def table(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from evener.cli.run import Parser
+from evener.cli.parser import Parser
 from evener.cli.top import seconds
 from evener.errors import UsageError, nearest
 
@@ -39,8 +39,6 @@ def parser() -> Parser:
         prog="evener doctor",
         description="Look at driver, CUDA, torch, memory, limits, network and disks, and name the fix of every fault.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = options.add_argument
     add("--only", metavar="CHECK,...", action="append", default=[], help="these checks alone; repeatable")

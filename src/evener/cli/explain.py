@@ -7,8 +7,9 @@ import json
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from evener.cli.parser import Parser
 from evener.errors import EvenerError, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -35,21 +36,12 @@ exit code: 0 something was explained (or a page shown), 1 nothing in the text sa
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors as UsageError instead of a usage dump."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}.", fix=["evener explain --help"])
-
-
 def parser() -> Parser:
     options = Parser(
         prog="evener explain",
         usage="evener explain [options] [WHAT ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = options.add_argument
     add("what", metavar="WHAT", nargs="*", help="log files, a folder, - for standard input, or a kind")

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from evener.cli.run import Parser
+from evener.cli.parser import Parser
 from evener.errors import EvenerError, ShortageError, UsageError
 from evener.gpus import leases, look, owners, pick, table, visible
 from evener.gpus.values import Snapshot, to_json
@@ -41,8 +41,6 @@ def parser() -> Parser:
         prog="evener gpus",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = options.add_argument
     add("-n", metavar="N", help="are N idle GPUs of one kind there? with --env or --uuid: which (default 1)")

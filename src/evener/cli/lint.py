@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.run import Parser
+from evener.cli.parser import Parser
 from evener.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ def parser() -> Parser:
         usage="evener lint [options] PATH [PATH ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = options.add_argument
     add("paths", metavar="PATH", nargs="*", help="files or folders")

@@ -9,8 +9,9 @@ import json
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from evener.cli.parser import Parser
 from evener.errors import EvenerError, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -45,21 +46,12 @@ examples:
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors as UsageError instead of a usage dump."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}.", fix=[f"{self.prog} --help"])
-
-
 def parser() -> Parser:
     options = Parser(
         prog="evener run",
         usage="evener run [options] SCRIPT [ARGS ...]\n       evener run [options] -m MODULE [ARGS ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = options.add_argument
     add("-m", metavar="MODULE", dest="module", help="run a module instead of a script file")

@@ -13,7 +13,7 @@ import textwrap
 import time
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.run import Parser
+from evener.cli.parser import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +35,6 @@ def parser() -> Parser:
         prog="evener top",
         description="One view of this machine: its GPUs, the processes on them, and every evener run.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     options.add_argument("--once", action="store_true", help="look once and end")
     options.add_argument("--json", action="store_true", help="look once: {host, driver, gpus: [...], runs: [...]}")

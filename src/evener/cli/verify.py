@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.run import Parser, split, to_request
+from evener.cli.parser import Parser
 from evener.cli.run import parser as run_parser
+from evener.cli.run import split, to_request
 from evener.errors import LaunchError, UsageError, one_of
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ def parser() -> argparse.ArgumentParser:
         usage="evener verify [options] SCRIPT [ARGS ...]\n       evener verify [options] -m MODULE [ARGS ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = options.add_argument
     add("-m", metavar="MODULE", dest="module", help="verify a module instead of a script file")
