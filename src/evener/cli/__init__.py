@@ -14,13 +14,13 @@ from evener.errors import EvenerError, UsageError, nearest
 # verb -> its line in the help. Each is a module of this package with `main(argv) -> exit code`.
 VERBS = {
     "run": "start a script on every GPU (or N CPU processes) of this machine, and stay until it has ended",
+    "explain": "say what broke in a log or a run: cause, guilty rank, fix, advice not to follow",
+    "verify": "prove the promise on your own script, and say who is to blame where it does not hold",
+    "lint": "read scripts and name what goes wrong on several GPUs, in mixed precision, with checkpoints; --fix",
     "gpus": "show the GPUs of this machine, who has them, and which are idle, or why not",
     "top": "watch GPUs, processes and every evener run of this machine, and what each waits for",
-    "checkpoint": "list the checkpoints of a run, check every byte, export weights",
-    "explain": "say what broke in a log or a run: cause, guilty rank, fix, advice not to follow",
-    "lint": "read scripts and name what goes wrong on several GPUs, in mixed precision, with checkpoints; --fix",
-    "verify": "prove the promise on your own script, and say who is to blame where it does not hold",
     "doctor": "look at driver, torch, limits, network and disks, and name the fix of every fault",
+    "checkpoint": "list the checkpoints of a run, check every byte, export weights",
 }
 
 HELP = """\
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     first = words[0] if words else ""
     if first in ("-h", "--help", ""):
-        print(HELP.format(verbs="\n  ".join(f"{verb:<8}  {line}" for verb, line in VERBS.items())), end="")
+        print(HELP.format(verbs="\n  ".join(f"{verb:<10}  {line}" for verb, line in VERBS.items())), end="")
         return 0 if first else UsageError.exit_code
     if first == "--version":
         from evener import __version__
