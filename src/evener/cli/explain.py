@@ -23,6 +23,8 @@ WHAT is a log file (plain or gzip, of any size), a folder with the logs of a run
 Several files are read as the logs of one run. Anything after the root cause is shown as its consequences.
 """
 
+_RECORD = re.compile(r"rank\d+\.json")
+
 EXAMPLES = """\
 examples:
   evener explain train.log                   one log, of one process or of many
@@ -68,7 +70,7 @@ def main(argv: list[str]) -> int:
         show(given, page(given.what[0], language), page_text)
         return 0
     selections, fates = read(given.what)
-    answer = explain_selections(selections, language, fates)
+    answer = with_places(explain_selections(selections, language, fates), given.what)
     if given.json:
         print(json.dumps(answer.to_json(), ensure_ascii=False, indent=2))
     else:
@@ -92,6 +94,23 @@ def read(what: list[str]) -> tuple[list[Selection], list[Fate]]:
         else:
             selections.append(read_file(path))
     return selections, fates
+
+
+def with_places(answer: Explanation, what: list[str]) -> Explanation:
+    """With the culprit's own line, where `evener run` recorded it beside the logs."""
+    import dataclasses
+
+    from evener.launch import failure, records
+
+    for logs in (path for path in what if os.path.isdir(path)):
+        for end in records.read_ends(logs, len([name for name in os.listdir(logs) if _RECORD.fullmatch(name)])):
+            where = next((one.where for one in end.errors if one.where is not None), None)
+            if where is not None and end.rank == answer.culprit_rank:
+                line = (
+                    f"{failure.relative(where.file, os.getcwd())}:{where.line}: {failure.clean(where.text, limit=160)}"
+                )
+                return dataclasses.replace(answer, evidence=(*answer.evidence, (None, None, line)))
+    return answer
 
 
 def fates_in(logs: str) -> list[Fate]:
@@ -140,8 +159,10 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
 
     language = preferred_language()
     try:
-        fates = fates_in(logs)
-        answer = explain_selections([*read_folder(logs), testimony(started, kills, logs)], language, fates)
+        fates, kernel = fates_in(logs), testimony(started, kills, logs)
+        answer = explain_selections([*read_folder(logs), kernel], language, fates)
+        with open(os.path.join(logs, "kernel.log"), "w", encoding="utf-8") as file:  # for `evener explain`, later
+            file.writelines(f"{line.text}\n" for line in kernel.lines)
     except (EvenerError, OSError, ValueError):  # nothing to read: the launcher has said what it knows
         return str(error)
     if answer.kind in (None, "python-exception", "torchrun-hidden-root-cause", "stopped-by-signal"):
@@ -162,6 +183,7 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
     if blamed and not seen and known and answer.culprit_rank != int(blamed[1]):
         # The launcher has taken a victim: the text knows better.
         evidence, error = [text for _, _, text in answer.evidence[:3]], LaunchError(answer.summary)
+    evidence = [line for line in evidence if not line.startswith("often ")]  # the launcher's guess, where more is known
     lines = [error.cause, *(f"  {line}" for line in evidence), "", f"  {answer.kind}: {answer.summary}"]
     for heading, items in (
         ("cause", answer.cause),

@@ -197,6 +197,9 @@ def split(argv: list[str], options: argparse.ArgumentParser) -> tuple[list[str],
         name, equals, _ = word.partition("=")
         if name not in takes_value:
             close = nearest(name, takes_value)
+            keyword = name[2:].replace("-", "_")
+            if "--set" in takes_value and keyword in keywords_of_run():
+                close = f"--set {keyword}={'VALUE' if equals else 'true'}"
             raise UsageError(
                 f"{name} is not an option of `{options.prog}`.",
                 fix=[*([close] if close else []), f"options of the script go after the script; {options.prog} --help"],
@@ -205,6 +208,13 @@ def split(argv: list[str], options: argparse.ArgumentParser) -> tuple[list[str],
         if name == "-m":  # what follows the module belongs to it
             return argv[:i], argv[i:]
     return argv, []
+
+
+def keywords_of_run() -> frozenset[str]:
+    """What people write as an option of the launcher, and is a keyword of the script's Run."""
+    from evener.config import RunKeywords
+
+    return frozenset(RunKeywords.__annotations__)
 
 
 def to_request(given: argparse.Namespace, target: list[str]) -> Request:

@@ -106,7 +106,7 @@ def explain_root(root: Root | None, facts: Facts, language: str = "en") -> Expla
         fix=tuple(fix),
         confirm=tuple(texts["confirm"]),
         avoid=tuple(texts["avoid"]),
-        consequences=_consequences(root.consequences, facts, language),
+        consequences=_consequences([one for one in root.consequences if not _said(one, match)], facts, language),
         alternatives=tuple(root.alternatives),
         or_else=tuple(texts["or_else"]),
         language=language,
@@ -161,6 +161,11 @@ def _shown(line: Line, facts: Facts) -> tuple[int | None, str | None, str]:
     several = len({one.source for one in facts.lines}) > 1
     text = line.shown if len(line.shown) <= 400 else line.shown[:399] + "…"
     return (line.number or None, line.source if several else None, text)
+
+
+def _said(one: Match, root: Match) -> bool:
+    """The same failure of the same process again, in a record or a second traceback."""
+    return one.kind is root.kind and root.rank is not None and one.line.rank == root.rank
 
 
 def _consequences(matches: list[Match], facts: Facts, language: str) -> tuple[str, ...]:

@@ -120,6 +120,8 @@ def lr_line(
     line = f"lr {words[0]}, constant{over}" if len(set(words)) == 1 else f"lr {' -> '.join(words)}{over}"
     if schedule_updates is None or not updates:
         return line
+    if schedule_updates <= 0:
+        return f"{line}\n  the schedule has ended"
     ends, runs = format_count(schedule_updates), format_count(updates)
     if schedule_updates < _ENDS_EARLY * updates:
         return f'{line}\n  warning: the schedule ends after {ends} updates, the run after {runs} (schedule_by="epoch"?)'

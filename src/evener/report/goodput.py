@@ -1,7 +1,7 @@
 """What interruptions cost a run: updates made twice, seconds lost, and the share of the time that was of use.
 
-Lost is the time from the moment whose state a continued run went on from to its first update afterwards. After a stop
-that was asked for nothing is made twice, and the pause until the next start is nobody's loss: it is left out.
+Lost is the time from the moment whose state a continued run went on from to its first update afterwards. A stop that
+was asked for is no loss, and the pause until the next start is left out.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput | None:
             stopped = (stopped[0], now)
         elif kind == "checkpoint":
             saved[Path(str(event.get("path"))).name] = now - float(event.get("seconds") or 0)
-        elif kind == "resume":
+        elif kind == "resume" and stopped is None:
             restarts += 1
             redone += int(event.get("redone_updates") or 0)
-            lost_since = stopped[1] if stopped else saved.get(str(event.get("checkpoint")), last if last else now)
+            lost_since = saved.get(str(event.get("checkpoint")), last if last else now)
         elif kind == "update" and lost_since is not None:
             lost, lost_since = lost + now - lost_since, None
         stopped = (now, now) if kind == "stop" else stopped if kind in ("start", "contract", "warning") else None

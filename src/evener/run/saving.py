@@ -95,7 +95,11 @@ class Saving:
             newest, notes = checkpoints.newest()
             lines += notes
             if newest is None and ours:
-                return Path(name), None, [*lines, f"{name} was begun by this job and has no checkpoint yet"]
+                return (
+                    Path(name),
+                    None,
+                    [*lines, f"{name} was begun by this job and has no checkpoint yet (save_every= saves more often)"],
+                )
             if newest is None:
                 continue
             states, about = checkpoints.load(newest)
