@@ -58,7 +58,7 @@ def test_both_readmes_have_the_same_blocks_and_as_many_headings():
 
 
 def test_the_readme_stays_one_page():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 305
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 315
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -40,6 +40,7 @@ def test_a_pause_after_a_stop_is_no_loss():
         at("update", 10.0, update=0),
         at("checkpoint", 20.0, path="x/update-5", seconds=0.5),
         at("stop", 20.0),
+        at("update", 20.1, update=5),  # the last point lands a moment later
         at("start", 1000.0),
         at("contract", 1000.5),
         at("resume", 1001.0, checkpoint="update-5", redone_updates=0),

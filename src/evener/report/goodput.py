@@ -41,23 +41,26 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput | None:
     saved: dict[str, float] = {}  # when the state of a checkpoint was the newest
     restarts = redone = 0
     lost = paused = 0.0
+    asked = False  # the newest start follows a stop that was asked for
     for event in events:
         kind, now = event.get("kind"), event.get("t")
         if not isinstance(now, float | int):
             continue
-        first = now if first is None and kind == "start" else first
-        if kind == "start" and stopped is not None:
-            paused += now - stopped[0]
-            stopped = (stopped[0], now)
+        if kind == "start":
+            first = now if first is None else first
+            asked = stopped is not None
+            paused += now - stopped if stopped is not None else 0.0
+            stopped = None
+        elif kind == "stop":
+            stopped = now
         elif kind == "checkpoint":
             saved[Path(str(event.get("path"))).name] = now - float(event.get("seconds") or 0)
-        elif kind == "resume" and stopped is None:
+        elif kind == "resume" and not asked:
             restarts += 1
             redone += int(event.get("redone_updates") or 0)
             lost_since = saved.get(str(event.get("checkpoint")), last if last else now)
         elif kind == "update" and lost_since is not None:
             lost, lost_since = lost + now - lost_since, None
-        stopped = (now, now) if kind == "stop" else stopped if kind in ("start", "contract", "warning") else None
         last = now
     if first is None or last is None:
         return None
