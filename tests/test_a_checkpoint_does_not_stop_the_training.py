@@ -157,7 +157,13 @@ for update in run.updates(updates=12):
 """
 
 
-@pytest.mark.parametrize("end", ["break", "raise SystemExit(0)", "raise ValueError('mine')"])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["break", pytest.param("raise SystemExit(0)", marks=FULL), pytest.param("raise ValueError('mine')", marks=FULL)],
+)
 def test_python_waits_for_a_checkpoint_that_is_being_written(tmp_path, end):
     (tmp_path / "train.py").write_text(
         SCRIPT.format(root=os.path.dirname(os.path.dirname(os.path.abspath(__file__))), end=end)

@@ -41,7 +41,7 @@ def run(tmp_path, script, *args, nproc=3):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="real-time signals and /proc")
 @pytest.mark.parametrize(
-    "how", ["python", "stopped", pytest.param("native", marks=pytest.mark.full), pytest.param("busy", marks=pytest.mark.full)]
+    "how", [pytest.param("python", marks=pytest.mark.full), "stopped", pytest.param("native", marks=pytest.mark.full), pytest.param("busy", marks=pytest.mark.full)]
 )  # fmt: skip
 def test_the_rank_that_did_not_come(tmp_path, how):
     done = run(tmp_path, SCRIPT, how)

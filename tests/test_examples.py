@@ -45,6 +45,7 @@ def test_digits_reaches_97_percent(tmp_path):
     assert (tmp_path / folder / "events.jsonl").exists()
 
 
+@pytest.mark.full
 @needs_sklearn
 def test_digits_stops_after_the_epochs_asked_for(tmp_path):
     output = run_example(tmp_path, "digits.py", "--epochs", 2, "--batch", 48, seconds=120)

@@ -235,7 +235,7 @@ def digest_in(output):
     return next(line.split()[1] for line in output.splitlines() if line.startswith("digest"))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", pytest.param("SIGUSR1", marks=pytest.mark.full)])
 def test_a_signal_saves_and_ends_with_the_requeue_code(tmp_path, name):
     process = launch(tmp_path, [], pause=0.1)
     for line in process.stdout:

@@ -52,7 +52,8 @@ class Output:
         pulse.updates += 1
         if now >= pulse.due:
             pulse.write(update.number, now)
-            self._watch_memory(update.number)
+            if self.active:
+                self._watch_memory(update.number)
         if not self.active:
             return
         self.rows += rows
@@ -80,7 +81,7 @@ class Output:
         """Once a second, 20 us."""
         device = self.pulse.device
         used = torch.cuda.memory_allocated(device) if device.type == "cuda" else self.process.memory_info().rss
-        line = self.growth.add(number, used) if self.active else None
+        line = self.growth.add(number, used)
         if line:
             self.console.say(line)
             self.folder.event("warning", update=number, text=line)
