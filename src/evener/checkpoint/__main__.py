@@ -59,8 +59,7 @@ def export(args: argparse.Namespace) -> int:
     file = Path(args.file)
     if file.suffix != ".safetensors":
         raise UsageError(f"export writes safetensors, not {file.name!r}.", fix=[f"{file.stem}.safetensors"])
-    path = newest_whole(args.dir)
-    states, _ = store.read(path)
+    path, states = newest_whole(args.dir)
     engine = states.get("engine")
     if not isinstance(engine, dict) or "model" not in engine:
         raise CheckpointError(f"{path} holds no model of a Run.", evidence=[f"it holds {', '.join(states)}"])
@@ -97,12 +96,12 @@ def found(path: Path) -> list[Path]:
     return sorted(inside, key=lambda one: -(one / MANIFEST).stat().st_mtime)
 
 
-def newest_whole(path: Path) -> Path:
+def newest_whole(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint that is whole, and its states: each is read once, and checked as it is read."""
     refused = []
     for one in found(path):
         try:
-            check(one)
-            return one
+            return one, store.read(one)[0]
         except CheckpointError as error:
             refused.append(error.cause)
             print(f"refused: {error.cause}", file=sys.stderr)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evener.explain.answer import Explanation
     from evener.explain.facts import Fate
     from evener.explain.read import Selection
+    from evener.launch.records import RankEnd
 
 DESCRIPTION = """\
 Say what broke: the process that failed first, the cause, the fix for this case, and popular advice that would hurt.
@@ -23,7 +24,7 @@ WHAT is a log file (plain or gzip, of any size), a folder with the logs of a run
 Several files are read as the logs of one run. Anything after the root cause is shown as its consequences.
 """
 
-_RECORD = re.compile(r"rank\d+\.json")
+_RECORD = re.compile(r"rank(\d+)\.json")
 
 EXAMPLES = """\
 examples:
@@ -100,10 +101,10 @@ def with_places(answer: Explanation, what: list[str]) -> Explanation:
     """With the culprit's own line, where `evener run` recorded it beside the logs."""
     import dataclasses
 
-    from evener.launch import failure, records
+    from evener.launch import failure
 
     for logs in (path for path in what if os.path.isdir(path)):
-        for end in records.read_ends(logs, len([name for name in os.listdir(logs) if _RECORD.fullmatch(name)])):
+        for end in ends_in(logs):
             where = next((one.where for one in end.errors if one.where is not None), None)
             if where is not None and end.rank == answer.culprit_rank:
                 line = (
@@ -116,10 +117,7 @@ def with_places(answer: Explanation, what: list[str]) -> Explanation:
 def fates_in(logs: str) -> list[Fate]:
     """How every rank ended, from the records of `evener run` in a log folder; [] where there are none."""
     from evener.explain.facts import Fate
-    from evener.launch.records import read_ends
 
-    ranks = [int(name[4:-5]) for name in os.listdir(logs) if name.startswith("rank") and name[4:-5].isdecimal()]
-    ranks = [rank for rank in ranks if os.path.exists(os.path.join(logs, f"rank{rank}.json"))]
     return [
         Fate(
             end.rank,
@@ -130,8 +128,16 @@ def fates_in(logs: str) -> list[Fate]:
             None if end.monotonic_ns is None else end.monotonic_ns / 1e9,
             tuple((f"{one.module}.{one.type}", one.message, one.traceback) for one in end.errors),
         )
-        for end in read_ends(logs, max(ranks, default=-1) + 1)
+        for end in ends_in(logs)
     ]
+
+
+def ends_in(logs: str) -> list[RankEnd]:
+    """The records of `evener run` in a log folder, in rank order."""
+    from evener.launch.records import read_ends
+
+    found = (_RECORD.fullmatch(name) for name in os.listdir(logs))
+    return read_ends(logs, max((int(one[1]) for one in found if one is not None), default=-1) + 1)
 
 
 def text_of(answer: Explanation, stream: Any, color: str = "auto") -> str:

@@ -31,7 +31,7 @@ class Output:
     """Rank 0's console, events and curves; on other ranks the same object only keeps their pulse."""
 
     def __init__(self, active: bool, dir: Any, logger: Any, *, continues: bool = False) -> None:
-        self.active = active
+        self.active, self.continues = active, continues
         self.console = Console(active)
         self.folder = RunFolder(dir, active=active, say=self.console.say, continues=continues)
         self.curves = Curves(self.folder, logger)
@@ -129,7 +129,9 @@ class Output:
         """The last line of a run that was interrupted: what that cost."""
         path = self.folder.path
         with contextlib.suppress(OSError):
-            cost = goodput(read_events(path / "events.jsonl")) if self.active and path is not None else None
+            # Only a run that continued has anything to tell: the others do not read their events again.
+            told = path if self.active and self.continues else None
+            cost = goodput(read_events(told / "events.jsonl")) if told is not None else None
             if cost is not None and cost.restarts:
                 self.console.say(f"finished: {cost}")
 
