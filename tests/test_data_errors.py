@@ -350,7 +350,7 @@ def test_a_hanging_worker_is_named_with_the_rows_waited_for():
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         next(portions)
-    assert 0.6 < time.monotonic() - began < 4
+    assert 0.6 < time.monotonic() - began < 60  # not for ever
     text = str(caught.value)
     assert "a data worker gave no batch within 0.7 s." in text
     assert f"worker 1, pid {pids[1]}" in text
@@ -364,7 +364,7 @@ def test_closing_with_a_busy_worker_does_not_wait_for_it():
     next(one.portions(Cursor()))
     began = time.monotonic()
     one.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 60  # the row takes 1000 s
 
 
 def test_workers_that_cannot_start_say_why():
@@ -413,7 +413,7 @@ def test_workers_die_with_their_rank(by_signal):
     assert len(workers) == 2
     rank.kill()
     rank.join()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while (alive := [w for w in workers if lives(w)]) and time.monotonic() < end:
         time.sleep(0.02)
     for worker in alive:
