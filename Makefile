@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-all check bench gpu-check clean
+.PHONY: demo test test-all check docs bench gpu-check clean
 
 $(READY): requirements/dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ check: $(READY)        ## lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(READY)         ## the documentation site, in build/site; a broken link is an error
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	$(BIN)/mkdocs build --quiet --strict
 
 bench: $(READY)        ## paired comparisons with the raw loop, accelerate and lightning.fabric
 	$(BIN)/python -m bench
