@@ -63,7 +63,8 @@ BEYOND_THE_DESIGN: dict[str, set[str]] = {
     # gpus: evener.device() takes an idle GPU under a lease, and explains CUDA_VISIBLE_DEVICES
     "dist": {"ending", "gpus"},
     "launch": {"ending"},
-    "run": {"batch", "report"},  # the console, curves and run folder, not the events alone
+    "measure": {"dist"},  # the bench measures evener.comm itself
+    "run": {"batch", "report", "measure"},  # the console, curves and run folder; a captured Run's step is traced
 }
 # Files beside the rooms. A helper file such as config_checks.py belongs to the room that its name begins with.
 TOP = {"__init__": {"errors"}, "__main__": {"cli"}}

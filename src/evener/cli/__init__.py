@@ -15,11 +15,13 @@ from evener.errors import EvenerError, UsageError, nearest
 VERBS = {
     "run": "start a script on every GPU (or N CPU processes) of this machine, and stay until it has ended",
     "explain": "say what broke in a log or a run: cause, guilty rank, fix, advice not to follow",
+    "plan": "predict memory and time of every cut of a script's step, without a GPU, and choose one",
     "verify": "prove the promise on your own script, and say who is to blame where it does not hold",
     "lint": "read scripts and name what goes wrong on several GPUs, in mixed precision, with checkpoints; --fix",
     "gpus": "show the GPUs of this machine, who has them, and which are idle, or why not",
     "top": "watch GPUs, processes and every evener run of this machine, and what each waits for",
     "doctor": "look at driver, torch, limits, network and disks, and name the fix of every fault",
+    "bench": "measure products, memory, collectives, data loading and one update of this machine",
     "checkpoint": "list the checkpoints of a run, check every byte, export weights",
 }
 

@@ -1,0 +1,394 @@
+"""What this machine does, in figures: `evener bench`. Run as `python -m evener.measure.bench JSON`, once per rank.
+
+Every result is appended to a file as soon as it is there, so that an interrupted bench has told what it measured. A
+figure is a median over samples of at least 20 ms each; its spread is the distance from the tenth to the ninetieth
+percentile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from evener import facts
+from evener.dist import comm, info
+from evener.dist.device import device as choose_device
+from evener.engine import Engine
+from evener.engine.precision import bf16_is_native
+from evener.errors import EvenerError, UsageError
+
+_SAMPLE_SECONDS = 0.02
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Bench:
+    """One bench on one rank.
+
+    Args:
+        asked: names of parts; seconds: about how long one figure is measured for; cpu; nproc; dataset; file; show.
+    """
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked
+        self.seconds: float = asked["seconds"]
+        self.device = torch.device("cpu") if asked["cpu"] else choose_device()
+        self.first = info.here().rank == 0
+
+    def run(self) -> None:
+        self.tell(part="machine", **self.machine())
+        for part in self.asked["parts"]:
+            for result in getattr(self, part)():
+                self.tell(part=part, **result)
+
+    def tell(self, **result: Any) -> None:
+        if self.first:
+            with open(self.asked["file"], "a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+
+    def show(self, text: str) -> None:
+        if self.first and self.asked["show"]:
+            sys.stderr.write(f"  {text} ...\n")
+            sys.stderr.flush()
+
+    def wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def times(self, call: Callable[[], object], *, together: bool = False) -> dict[str, Any]:
+        """Seconds of one call: median, spread and how many samples.
+
+        together: every rank makes the same number of calls, and the slowest rank's time counts; that takes
+        two small collectives more, outside of what is timed.
+        """
+
+        def sample(calls: int) -> float:
+            if together:
+                comm.barrier()
+            began = time.perf_counter()
+            for _ in range(calls):
+                call()
+            self.wait()
+            seconds = (time.perf_counter() - began) / calls
+            return float(comm.all_reduce(seconds, "max")) if together else seconds
+
+        sample(1)  # connections, caches, allocator
+        once = sample(1)
+        calls = max(1, math.ceil(_SAMPLE_SECONDS / max(once, 1e-7)))
+        samples = [sample(calls) for _ in range(max(3, min(50, int(self.seconds / max(once * calls, 1e-6)))))]
+        low, *_, high = statistics.quantiles(samples, n=10, method="inclusive")
+        median = statistics.median(samples)
+        return {"seconds": median, "spread": (high - low) / median, "samples": len(samples)}
+
+    def machine(self) -> dict[str, Any]:
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else cpu_name()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        return {
+            "device": self.device.type,
+            "name": name,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "cores": cores,
+            "load": load,
+            "world_size": info.here().world_size,
+        }
+
+    def native(self, name: str) -> bool | None:
+        """Whether the hardware multiplies in this format; None where torch does not tell."""
+        if name == "bf16":
+            return bf16_is_native(self.device)
+        if self.device.type == "cuda" and torch.version.hip is None:
+            return torch.cuda.get_device_capability(self.device) >= {"tf32": (8, 0), "fp16": (7, 0)}.get(name, (0, 0))
+        return True if name == "fp32" else None
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def matmul(self) -> Iterator[dict[str, Any]]:
+        """Square products, at the largest of a few sizes that takes no more than a fifth of the time for one figure."""
+        kind = facts.find(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        for name, dtype in DTYPES.items():
+            if name == "tf32" and self.device.type != "cuda":
+                continue
+            self.show(f"matrix product in {name}")
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            try:
+                rate = 0.0
+                for size in (512, 1024, 2048, 4096, 8192, 16384):
+                    if rate and 2 * size**3 / rate > self.seconds / 5:
+                        break
+                    a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+                    taken = self.times(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+                    rate = 2 * size**3 / taken["seconds"]
+                    peak = kind.peak.get(name) if kind is not None else None
+                    yield {
+                        "name": name,
+                        "size": size,
+                        "flops_per_second": rate,
+                        "native": self.native(name),
+                        "share_of_peak": None if peak is None else rate / peak,
+                        **taken,
+                    }
+                    del a, b
+            finally:
+                torch.set_float32_matmul_precision(before)
+
+    def memory(self) -> Iterator[dict[str, Any]]:
+        size = (1 << 30) if self.device.type == "cuda" else (1 << 28)
+        one, other = (torch.zeros(size // 4, device=self.device) for _ in range(2))
+        self.show("copies")
+        moved: dict[str, tuple[Callable[[], object], int]] = {
+            "copy on the device (read + write)": (lambda: other.copy_(one), 2 * size),
+            "read (sum)": (lambda: one.sum(), size),
+            "write (fill)": (lambda: other.fill_(1.0), size),
+        }
+        if self.device.type == "cuda":
+            pinned, pageable = torch.zeros(size // 16, pin_memory=True), torch.zeros(size // 16)
+            there = torch.zeros(size // 16, device=self.device)
+            moved |= {
+                "pinned host to device": (lambda: there.copy_(pinned, non_blocking=True), size // 4),
+                "device to pinned host": (lambda: pinned.copy_(there, non_blocking=True), size // 4),
+                "pageable host to device": (lambda: there.copy_(pageable), size // 4),
+            }
+        for name, (call, count) in moved.items():
+            taken = self.times(call)
+            yield {"name": name, "bytes": count, "bytes_per_second": count / taken["seconds"], **taken}
+        self.show("one small operation after the other")
+        little = torch.zeros(1, device=self.device)
+        yield {"name": "launch of one operation", "bytes": 4, "bytes_per_second": None, **self.times(little.zero_)}
+
+    def comm(self) -> Iterator[dict[str, Any]]:
+        """Every collective of evener.comm. `bus` is what the busiest link carries, as NVIDIA's nccl-tests count it."""
+        world = info.here().world_size
+        if world == 1:
+            yield {"name": "none", "note": "one process: every collective is the identity; --nproc 2 measures"}
+            return
+        group = nn.Linear(1, 1)
+        Engine(group, torch.optim.SGD(group.parameters(), lr=0.0), device=self.device)  # makes or adopts the group
+        rank = info.here().rank
+        factors = {
+            "all_reduce": 2 * (world - 1) / world,
+            "all_gather": (world - 1) / world,
+            "broadcast": 1.0,
+            "reduce": 1.0,
+            "gather": (world - 1) / world,
+        }
+        for name, factor in factors.items():
+            self.show(f"{name} over {world} ranks")
+            for power in range(2, 31, 4):
+                count = 1 << power if name not in ("all_gather", "gather") else max(4, (1 << power) // world // 4 * 4)
+                pattern = (torch.arange(count // 4, device=self.device) % 97).float()
+                values = pattern * (rank + 1)  # small integers: their sums are exact
+                call = getattr(comm, name)
+                correct = rightly(name, call(values.clone()), pattern, rank, world)
+                correct = bool(comm.all_reduce(int(correct), "min"))
+                taken = self.times(lambda call=call, values=values: call(values), together=True)  # type: ignore[misc]
+                whole = count * world if name in ("all_gather", "gather") else count
+                rate = whole / taken["seconds"]
+                yield {
+                    "name": name,
+                    "bytes": whole,
+                    "bytes_per_second": rate,
+                    "bus_bytes_per_second": rate * factor,
+                    "correct": correct,
+                    **taken,
+                }
+                slow = bool(comm.all_reduce(int(taken["seconds"] * 16 > self.asked["longest"]), "max"))
+                if slow and power < 30:
+                    yield {"name": name, "note": f"larger sizes left out: over {self.asked['longest']:g} s a call"}
+                    break
+        self.show("barrier, scatter of JSON")
+        yield {"name": "barrier", "bytes": 4, "correct": True, **self.times(comm.barrier, together=True)}
+        items = [{"rank": i, "text": "x" * 100} for i in range(world)] if rank == 0 else None
+        correct = bool(comm.all_reduce(int(comm.scatter(items) == {"rank": rank, "text": "x" * 100}), "min"))
+        taken = self.times(lambda: comm.scatter(items), together=True)
+        yield {"name": "scatter (JSON)", "bytes": 130 * world, "correct": correct, **taken}
+
+    def data(self) -> Iterator[dict[str, Any]]:
+        dataset, said = dataset_of(self.asked["dataset"])
+        cores: int = self.machine()["cores"]
+        rates: dict[int, float] = {}
+        for workers in sorted({0, 1, 2, 4, 8, 16, cores} & set(range(cores + 1))):
+            self.show(f"{said}, {workers} workers")
+            loader = DataLoader(
+                dataset, batch_size=32, num_workers=workers, shuffle=True, persistent_workers=workers > 0
+            )
+            rows, began = 0, 0.0
+            rows_per_second = []
+            for _ in range(3):  # the first pass starts the workers
+                rows, began = 0, time.perf_counter()
+                for _ in loader:
+                    rows += 32
+                    if time.perf_counter() - began > self.seconds:
+                        break
+                rows_per_second.append(min(rows, len(dataset)) / (time.perf_counter() - began))
+            rates[workers] = statistics.median(rows_per_second[1:])
+            del loader
+            yield {"name": said, "workers": workers, "rows_per_second": rates[workers]}
+        enough = min(count for count, rate in rates.items() if rate >= 0.95 * max(rates.values()))
+        yield {"name": said, "recommended_workers": enough, "rows_per_second": rates[enough]}
+
+    def step(self) -> Iterator[dict[str, Any]]:
+        """One update of two networks; the share is (FLOPs / the fastest product measured here) / time."""
+        name = "bf16" if self.native("bf16") else "fp32"
+        a = torch.randn(2048 if self.device.type == "cpu" else 8192, device=self.device).to(DTYPES[name])
+        square = a.expand(len(a), len(a)).contiguous()
+        self.show(f"matrix product in {name}, to compare with")
+        peak = 2 * len(a) ** 3 / self.times(lambda: square @ square)["seconds"]
+        for title, model, batch, loss_fn in (small_gpt(), small_resnet()):
+            self.show(f"one update of a {title}")
+            model = model.to(self.device)
+            batch = tuple(part.to(self.device) for part in batch)
+            with FlopCounterMode(display=False) as counter:
+                loss_fn(model, batch).backward()
+            model.zero_grad(set_to_none=True)
+            engine = Engine(
+                model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss_fn, device=self.device, precision=name
+            )
+            taken = self.times(lambda engine=engine, batch=batch: engine.step(batch), together=True)  # type: ignore[misc]
+            flops = counter.get_total_flops()
+            rows = len(batch[0]) * info.here().world_size
+            yield {
+                "name": title,
+                "precision": name,
+                "flops": flops,
+                "flops_per_second": flops / taken["seconds"],
+                "share_of_roofline": flops / peak / taken["seconds"],
+                "rows_per_second": rows / taken["seconds"],
+                **taken,
+            }
+
+
+def rightly(name: str, got: Any, pattern: torch.Tensor, rank: int, world: int) -> bool:
+    """Whether a collective gave what it must, of `pattern * (rank + 1)` on every rank."""
+    total = pattern * (world * (world + 1) // 2)
+    if name in ("all_gather", "gather"):
+        if name == "gather" and rank != 0:
+            return got is None
+        return len(got) == world and all(torch.equal(part, pattern * (i + 1)) for i, part in enumerate(got))
+    if name == "broadcast":
+        return torch.equal(got, pattern)
+    if name == "reduce" and rank != 0:
+        return got is None
+    return got is not None and torch.equal(got, total)
+
+
+class Compressed(Dataset[tuple[torch.Tensor, int]]):
+    """Stands in for small images: 3 x 64 x 64 bytes, decompressed, scaled and flipped per row, in memory."""
+
+    def __init__(self, rows: int = 4096) -> None:
+        draw = torch.Generator().manual_seed(0)
+        smooth = torch.rand(16, 3, 8, 8, generator=draw)
+        images = F.interpolate(smooth, size=(64, 64), mode="bilinear").mul(255).to(torch.uint8)
+        self.packed = [zlib.compress(image.numpy().tobytes(), 6) for image in images]
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        data = torch.frombuffer(bytearray(zlib.decompress(self.packed[i % 16])), dtype=torch.uint8)
+        image = data.view(3, 64, 64).float().div_(255).sub_(0.45).div_(0.22)
+        return (image.flip(2) if i % 2 else image), i % 10
+
+
+def dataset_of(spec: str | None) -> tuple[Any, str]:
+    """The user's dataset, FILE.py:NAME (a dataset, or a function that makes one), or the one made here."""
+    if spec is None:
+        return Compressed(), "3 x 64 x 64 images, decompressed and scaled"
+    path, _, name = spec.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise UsageError(f"--dataset {spec}: no such file.", fix=["--dataset FILE.py:NAME, a dataset or a function"])
+    loaded = importlib.util.spec_from_file_location("evener_bench_dataset", path)
+    assert loaded is not None and loaded.loader is not None
+    module = importlib.util.module_from_spec(loaded)
+    sys.modules[loaded.name] = module  # data workers look classes up by their module
+    loaded.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise UsageError(f"--dataset {spec}: {path} has no {name}.")
+    found = getattr(module, name)
+    found = found() if callable(found) and not hasattr(found, "__getitem__") else found
+    if isinstance(found, str) or not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
+        raise UsageError(f"--dataset {spec} is a {type(found).__name__}, without len() and [i].")
+    return found, spec
+
+
+def small_gpt() -> tuple[str, nn.Module, tuple[torch.Tensor, ...], Callable[[Any, Any], torch.Tensor]]:
+    width, length = 256, 128
+    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+    body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(1024, width), body, nn.Linear(width, 1024))
+    tokens = torch.randint(0, 1024, (8, length + 1), generator=torch.Generator().manual_seed(0))
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
+
+    return "small GPT (4 layers, width 256, 8 x 128 tokens)", model, (tokens,), loss_fn
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.inner(x))
+
+
+def small_resnet() -> tuple[str, nn.Module, tuple[torch.Tensor, ...], Callable[[Any, Any], torch.Tensor]]:
+    blocks = [Residual(64) for _ in range(4)]
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    draw = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(16, 3, 64, 64, generator=draw), torch.randint(0, 10, (16,), generator=draw)
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return "small residual network (9 convolutions, 16 x 64 x 64)", model, (images, labels), loss_fn
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def main(given: str) -> int:
+    try:
+        Bench(json.loads(given)).run()
+    except EvenerError as error:
+        if info.here().rank == 0:
+            sys.stderr.write(f"evener: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
