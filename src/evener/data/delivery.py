@@ -17,7 +17,7 @@ class Delivery:
     def __init__(self, reader: Reader, source: Source, how: Reading, num_workers: int) -> None:
         self.timeout = how.timeout or source.timeout or 300.0
         self._reader, self._inspect = reader, how.inspect
-        self._transfer = None if how.device.type == "cpu" else Transfer(how.device)
+        self._transfer = None if how.device.type == "cpu" else Transfer(how.device, how.lap)
         pin = how.device.type == "cuda"
         self.workers = Workers(reader, source, num_workers, self.timeout, how.seed, pin) if num_workers else None
 

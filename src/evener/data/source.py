@@ -73,6 +73,7 @@ class Reading:
     collate_fn: Collate | None = None  # in place of the source's
     on_bad_sample: str = "raise"  # or "skip": such rows are left out and listed in the portion
     timeout: float | None = None  # seconds to wait for a worker; None: what a DataLoader said, else 300
+    lap: Callable[[str], None] | None = None  # called around what waits for a copy to the device
     inspect: Callable[[Any], None] | None = None  # sees every batch, in order, before it is copied; may raise
     say: Callable[[str], None] | None = None  # called on every rank with what the user should know of a stream
     exact: bool = False  # a stream that goes on with another row than before is an error, not only said
@@ -92,7 +93,7 @@ class Reading:
     def by_reader(self, source: Source) -> Reading:
         """What a reader needs and data workers can be sent: the collate_fn that counts, none of the run's functions."""
         collate_fn = self.collate_fn if self.collate_fn is not None else source.collate_fn
-        return replace(self, collate_fn=collate_fn, cut=_no_rows, inspect=None, say=None)
+        return replace(self, collate_fn=collate_fn, cut=_no_rows, inspect=None, say=None, lap=None)
 
 
 def _no_rows(rows: int) -> tuple[()]:

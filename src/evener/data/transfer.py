@@ -39,8 +39,8 @@ class Transfer:
     the device, without blocking the host. Elsewhere (MPS) the copy is an ordinary one.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, lap: Callable[[str], None] | None = None) -> None:
+        self.device, self._lap = device, lap
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, batches: list[Any]) -> tuple[list[Any], torch.cuda.Event | None]:
@@ -54,7 +54,11 @@ class Transfer:
         """The batches, safe to use on the current stream from here on."""
         if event is not None:
             current = torch.cuda.current_stream(self.device)
+            if self._lap is not None:
+                self._lap("")
             current.wait_event(event)
+            if self._lap is not None:
+                self._lap("host_to_device")
             record = functools.partial(_record, current)
             for batch in moved:
                 apply(batch, record, record)

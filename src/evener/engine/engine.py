@@ -255,6 +255,8 @@ class Engine:
         # What this rank asks of all ranks: it travels with the next update's losses.
         self.asks_to_stop = self.asks_to_save = 0.0
         self.number = 0
+        # Called where a phase of the step ends. Nobody looks at the clock at first: bool does nothing, at once.
+        self.lap: Callable[[str], object] = bool
         self.began = time.perf_counter()  # of the update in work
         self._open: Open | None = None
 

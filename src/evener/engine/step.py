@@ -98,7 +98,7 @@ def _pieces(
     engine: Engine, target: Target, loss_fn: LossFn, parts: Sequence[Part], nominal: int | None, all_delivered: bool
 ) -> Open:
     spread, buffers, randomness, autocast = target.spread, engine.buffers, engine.randomness, engine.autocast
-    tally = Tally()
+    tally, lap = Tally(), engine.lap
     waiting: Callable[[], None] | None = None
     sums: torch.Tensor | None = None
     rows = nominal if all_delivered else None
@@ -109,6 +109,7 @@ def _pieces(
     if buffers.any:
         buffers.begin()
     last = len(parts) - 1
+    lap("")
     for i, (number, count, batch) in enumerate(parts):
         idle = number < 0  # joins in with weight 0
         if idle:
@@ -136,6 +137,7 @@ def _pieces(
             buffers.after_forward(number, count)
         if i == last and engine.distributed:
             sums, waiting = _send(engine, target, tally, slots)
+        lap("forward")
         spread.before_backward(i == last and not idle)
         value = loss.value
         assert isinstance(value, torch.Tensor)
@@ -157,6 +159,7 @@ def _pieces(
         spread.after_backward(number)
         if buffers.any:
             buffers.after_backward()
+        lap("backward")
     if not parts and engine.distributed:
         if target.names is None:
             target.agree(tally, nominal, 0)
@@ -169,6 +172,7 @@ def _pieces(
     if buffers.any:
         total = rows if rows is not None else round(float(sums[:, 2].sum())) if sums is not None else tally.rows
         buffers.finish(spread, total, nominal or total)
+    lap("reduction")
     return Open(target, tally, sums, gradients, rows, len(tally.entries))
 
 
@@ -248,6 +252,7 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
         seconds=now - engine.began,
     )
     engine.began = now
+    engine.lap("optimizer")
     target.flags.take(update, found)
     engine.number += 1
     return update

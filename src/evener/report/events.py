@@ -22,6 +22,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "start": ("a run begins in this directory", ("world_size", "versions")),
         "contract": ("the contract line, at the start and whenever a factor changed", ("line",)),
         "update": ("a sampled point of the curves", ("epoch", "loss", "lr", "grad_norm", "rows_per_second")),
+        "phases": ("where a rank's time went since its event before", ("updates", "seconds", "split", "memory_bytes")),
         "epoch": ("the means over one epoch", ("epoch", "updates", "rows", "loss", "metrics", "seconds")),
         "skip": ("an update whose gradients were not finite: nothing was changed", ("row_ids", "grad_norm", "scale")),
         "zero_count": ("an update without anything to count (no tokens): skipped", ("row_ids",)),

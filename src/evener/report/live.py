@@ -26,7 +26,8 @@ WAITS, BODY = 0.10, 0.25  # parts of an update's time from which they are worth 
 _TAIL_BYTES = 8 << 20  # of events.jsonl, when it is seen for the first time
 _SILENT_SECONDS = 20.0
 # What belongs to every good run; `warning` is what the console also said, most of it notes. Unknown kinds count.
-_NO_INCIDENT = {"start", "contract", "update", "epoch", "evaluate", "checkpoint", "resume", "finish", "warning"}
+_NO_INCIDENT = {"start", "contract", "update", "phases", "epoch", "evaluate", "checkpoint", "resume", "finish"}
+_NO_INCIDENT |= {"warning"}
 
 
 @dataclass(frozen=True)

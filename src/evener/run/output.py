@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from evener.engine.update import Update
@@ -36,11 +35,12 @@ class Output:
         self.folder = RunFolder(dir, active=active, say=self.console.say, continues=continues)
         self.curves = Curves(self.folder, logger)
         self.pulse = Pulse()
-        self.growth, self.process = Growth(), psutil.Process()
+        self.growth = Growth()
         self.began = time.perf_counter()
         self.due = 0.0
         self.rows = 0  # since the last point
         self.since = self.began
+        self.number = 0  # of the newest update
         self.waiting: _Waiting | None = None
         self.total: int | None = None
 
@@ -50,8 +50,11 @@ class Output:
         pulse.stepped += now - pulse.mark  # here, because a call is what an update of a tiny network is made of
         pulse.mark = now
         pulse.updates += 1
+        self.number = update.number
         if now >= pulse.due:
             pulse.write(update.number, now)
+            if now >= pulse.split_due:
+                self._write_split(update.number, now)
             if self.active:
                 self._watch_memory(update.number)
         if not self.active:
@@ -77,10 +80,18 @@ class Output:
         if last:
             self._land(total, wait=True)
 
+    def _write_split(self, number: int, now: float) -> None:
+        """A `phases` event: rank 0's among the others, another rank's in a file of its own."""
+        fields = self.pulse.split(now)
+        if self.active:
+            self.folder.event("phases", update=number, **fields)
+        else:
+            self.pulse.tell(number, fields)
+
     def _watch_memory(self, number: int) -> None:
         """Once a second, 20 us."""
         device = self.pulse.device
-        used = torch.cuda.memory_allocated(device) if device.type == "cuda" else self.process.memory_info().rss
+        used = torch.cuda.memory_allocated(device) if device.type == "cuda" else self.pulse.process.memory_info().rss
         line = self.growth.add(number, used)
         if line:
             self.console.say(line)
@@ -95,6 +106,10 @@ class Output:
             event.synchronize()
         self.waiting = None
         update.landed(vector.tolist())
+        counted, computed = update.count, update.rows  # tokens, where the loss counts them
+        more: dict[str, Any] = (
+            {"count_per_second": speed * counted / computed} if computed and counted != computed else {}
+        )
         values = {"loss": update.loss, **update.metrics, "lr": update.lr}
         self.console.progress(done, total, {**values, "rows_per_second": speed})
         self.folder.event(
@@ -107,6 +122,7 @@ class Output:
             grad_norm=update.grad_norm,
             rows_per_second=speed,
             data_wait=round(data_wait, 4),
+            **more,
         )
         points: dict[str, float] = {f"train/{name}": value for name, value in values.items()}
         points |= {"train/grad_norm": update.grad_norm, "train/rows_per_second": speed}
@@ -116,6 +132,8 @@ class Output:
         """The loop ended: show the last values, take the bar away."""
         if self.waiting is not None:
             self._land(total, wait=True)
+        if self.pulse.updates > self.pulse.at_split[3]:
+            self._write_split(self.number, time.perf_counter())
         self.console.close()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:

@@ -1,8 +1,8 @@
 """Where a rank's time goes: waiting for rows, in the step, in the loop's body; kept beside the run while it lives.
 
-Three clock readings an update, 0.7 us. Once a second each rank writes `pulse-rankN.json` into the run directory, where
-`evener top` reads it. Nothing waits for the device: on a GPU the wait for rows is the host's, an upper bound of the
-GPU's where rows are read in the training process (num_workers=0).
+Three clock readings an update, 0.7 us, and one per phase of the step (phases.py). Once a second each rank writes
+`pulse-rankN.json` into the run directory, where `evener top` reads it. Nothing waits for the device: on a GPU the wait
+for rows is the host's, an upper bound of the GPU's where rows are read in the training process (num_workers=0).
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
+from evener.report.events import Events
+from evener.run.phases import Phases
+
 _SECONDS, _BYTES = 1.0, 1000
+_RAREST, _POINTS = 10.0, 500  # a `phases` event every 1 to 10 seconds: rarer as a run gets long
 T = TypeVar("T")
 
 
@@ -28,12 +33,14 @@ class Pulse:
     def __init__(self) -> None:
         self.descriptor, self.path = -1, Path()
         self.fixed: dict[str, Any] = {}
-        self.device = torch.device("cpu")
+        self.device, self.process = torch.device("cpu"), psutil.Process()
         self.waited = self.stepped = self.rest = 0.0  # seconds since the beginning
         self.updates = 0
-        self.at_write = self.at_point = (0.0, 0.0, 0.0, 0)
-        self.mark = time.perf_counter()
-        self.due = self.mark + _SECONDS
+        self.at_write = self.at_point = self.at_split = (0.0, 0.0, 0.0, 0)
+        self.phases: Phases | None = None
+        self.events: Events | None = None
+        self.began = self.mark = time.perf_counter()
+        self.due = self.split_due = self.mark + _SECONDS
 
     def open(self, folder: Path, device: torch.device, **fixed: Any) -> None:
         """From now on `pulse-rankN.json` is written; `fixed` goes into it as it is."""
@@ -63,8 +70,32 @@ class Pulse:
         (waited, stepped, rest, _), self.at_point = self._since(self.at_point), self._totals()
         return waited / max(waited + stepped + rest, 1e-9)
 
+    def split(self, now: float) -> dict[str, Any]:
+        """Where the time went since this was last asked, and the memory now: the fields of a `phases` event."""
+        self.split_due = now + min(_RAREST, max(_SECONDS, (now - self.began) / _POINTS))
+        (waited, stepped, rest, updates), self.at_split = self._since(self.at_split), self._totals()
+        known = self.phases.take(waited, stepped, rest, updates) if self.phases is not None else None
+        fields: dict[str, Any] = {"updates": updates, "seconds": round(waited + stepped + rest, 6), "split": None}
+        if known is not None:
+            split, measured = known
+            fields |= {"split": {name: round(value, 6) for name, value in split.items()}, "measured_updates": measured}
+        if self.device.type == "cuda":
+            fields["memory_bytes"] = torch.cuda.memory_allocated(self.device)
+            return fields | {"peak_bytes": torch.cuda.max_memory_allocated(self.device)}
+        return fields | {"memory_bytes": self.process.memory_info().rss}
+
+    def tell(self, update: int, fields: dict[str, Any]) -> None:
+        """A `phases` event of another rank than 0, in `events-rankN.jsonl`; where there is no such folder, nowhere."""
+        if self.descriptor >= 0:
+            with contextlib.suppress(OSError):
+                rank = self.fixed["rank"]
+                self.events = self.events or Events(self.path.with_name(f"events-rank{rank}.jsonl"))
+                self.events.write("phases", update=update, rank=rank, **fields)
+
     def close(self) -> None:
         """The run is over: nothing beats any more."""
+        if self.events is not None:
+            self.events.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

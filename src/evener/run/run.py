@@ -38,6 +38,7 @@ from evener.report.goodput import newest_update
 from evener.run.epoch import Epoch, Sums
 from evener.run.evaluate import MetricFn, Walk, evaluate, predict
 from evener.run.output import Output
+from evener.run.phases import phases_of
 from evener.run.profile import Profile
 from evener.run.resume import FINISHED, identity, mark_from, marks_of
 from evener.run.saving import Saving
@@ -126,6 +127,9 @@ class Run:
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
         weight_notes, fill = self._give_values(model)
         self.engine = self._engine(model, optimizer, loss_fn, fill)
+        self._phases = phases_of(self.device)
+        if self._phases is not None:
+            self.engine.lap = self._phases.lap
         self.feed = make_feed(
             source,
             stream=config.stream,
@@ -141,6 +145,7 @@ class Run:
             num_workers=config.num_workers,
             collate_fn=config.collate_fn,
             on_bad_sample=config.on_bad_sample,
+            lap=self._phases.lap if self._phases is not None else None,
             inspect=self._look_for_ignored_labels,
             say=self._say,
             exact=config.exact,
@@ -245,6 +250,7 @@ class Run:
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
         self.saving.open(self.path)
         ranks = {"rank": self.rank, "world_size": self.world_size, "num_workers": self.feed.num_workers}
+        self._output.pulse.phases = self._phases
         self._output.pulse.open(self.path, self.device, **ranks)
         folder, say = self._output.folder, self._output.console.say
         folder.write_config(config.as_json())

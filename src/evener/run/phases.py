@@ -1,0 +1,106 @@
+"""What one rank's step is made of: the engine and the copy to the device call `lap` where a phase ends.
+
+On a CPU every update is timed with the host's clock. On CUDA the host runs ahead of the device, so that its clock says
+nothing: one update a second is marked with CUDA events, which are read later, when they have passed by themselves;
+nothing waits for them. Untested on CUDA. On other devices nothing is known, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+# In the order of a step. `reduction` is what the backward did not hide; `other` the rest of the step; `body` is the
+# loop's own body, with evaluations and checkpoints.
+PHASES = ("data_wait", "host_to_device", "forward", "backward", "reduction", "optimizer", "other", "body")
+_OUTSIDE = ""  # the name of a lap that ends what belongs to no phase
+_SAMPLE_SECONDS = 1.0
+
+
+class Phases(Protocol):
+    def lap(self, name: str) -> None:
+        """`name` ends here; it began with the lap before."""
+
+    def take(self, waited: float, stepped: float, rest: float, updates: int) -> tuple[dict[str, float], int] | None:
+        """(seconds per phase, updates they are of) since this was asked last; None where nothing is known.
+
+        Args:
+            waited, stepped, rest: the host's seconds in the same time: waiting for rows, in the step, in the body.
+        """
+
+
+class HostPhases:
+    """The host's clock: for a device that computes while the host waits."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys((_OUTSIDE, *PHASES), 0.0)
+        self.mark = time.perf_counter()
+
+    def lap(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        now = clock()
+        self.seconds[name] += now - self.mark
+        self.mark = now
+
+    def take(self, waited: float, stepped: float, rest: float, updates: int) -> tuple[dict[str, float], int] | None:
+        split = {name: self.seconds[name] for name in PHASES}
+        for name in self.seconds:
+            self.seconds[name] = 0.0
+        split["other"] = max(0.0, stepped - sum(split.values()))
+        return (split | {"data_wait": waited, "body": rest}, updates) if updates else None
+
+
+class DevicePhases:
+    """CUDA events around the phases of one update a second, from the end of the update before to its own end.
+
+    marker: makes an event and puts it into the current stream.
+    """
+
+    def __init__(self, marker: Callable[[], Any]) -> None:
+        self.marker, self.due = marker, 0.0
+        self.open: list[tuple[str, Any]] | None = None  # the update that is being marked
+        self.marked: list[list[tuple[str, Any]]] = []  # whole ones, which the device may still have before it
+
+    def lap(self, name: str) -> None:
+        if self.open is not None:
+            self.open.append((name, self.marker()))
+            if name == "optimizer":
+                self.marked.append(self.open)
+                self.open = None
+        elif name == "optimizer" and len(self.marked) < 64 and time.perf_counter() >= self.due:
+            self.due = time.perf_counter() + _SAMPLE_SECONDS
+            self.open = [(_OUTSIDE, self.marker())]
+
+    def take(self, waited: float, stepped: float, rest: float, updates: int) -> tuple[dict[str, float], int] | None:
+        split, number = dict.fromkeys(PHASES, 0.0), 0
+        while self.marked and self.marked[0][-1][1].query():
+            laps, number = self.marked.pop(0), number + 1
+            idle = 0.0
+            for (_, before), (name, event) in pairwise(laps):
+                seconds = before.elapsed_time(event) / 1000
+                if name == _OUTSIDE:
+                    idle += seconds
+                else:
+                    split[name] += seconds
+            # The device had nothing to do: while the host waited for rows, then in the loop's body, else in the step.
+            for phase, host in (("data_wait", waited), ("body", rest)):
+                part = min(idle, host / max(1, updates))
+                split[phase], idle = split[phase] + part, idle - part
+            split["other"] += idle
+        return (split, number) if number else None
+
+
+def phases_of(device: torch.device) -> Phases | None:
+    """None on a device whose phases cannot be told apart."""
+    if device.type == "cpu":
+        return HostPhases()
+    return DevicePhases(_cuda_event) if device.type == "cuda" else None
+
+
+def _cuda_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
