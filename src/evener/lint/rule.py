@@ -130,13 +130,13 @@ class Page:
 
 
 def read(rule: Rule | type[Rule]) -> Page:
-    text = inspect.getdoc(rule) or ""
-    head, *rest = re.split(r"^(bad|good|fixed):\n", text, flags=re.MULTILINE)
-    blocks = {name: textwrap.dedent(body).strip("\n") + "\n" for name, body in zip(rest[::2], rest[1::2])}
+    """The block behind `bad -, good +:` is a difference; `fixed:` is there where `--fix` makes something else."""
+    head, _, rest = (inspect.getdoc(rule) or "").partition("\nbad -, good +:\n")
+    change, _, fixed = rest.partition("\nfixed:\n")
+    rows = [line[4:] for line in change.splitlines()]  # a mark, a space, the line
+    bad, good = ("".join(f"{row[2:]}\n" for row in rows if row[:1] != other) for other in "+-")
     title, _, why = head.strip().partition("\n")
-    return Page(
-        title, why.strip(), blocks.get("bad", ""), blocks.get("good", ""), blocks.get("fixed") or blocks.get("good", "")
-    )
+    return Page(title, why.strip(), bad, good, f"{textwrap.dedent(fixed)}\n" if fixed else good)
 
 
 # --- edits ----------------------------------------------------------------------------------------------------------

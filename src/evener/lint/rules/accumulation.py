@@ -16,20 +16,14 @@ class AccumulationNotNormalised(Rule):
 
     The gradient of the update is N times too large: with N = 8 the learning rate is in effect 8 times what it says.
 
-    bad:
-        for i, (x, y) in enumerate(loader):
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            if (i + 1) % accumulate == 0 or i + 1 == len(loader):
-                optimizer.step()
-                optimizer.zero_grad()
-    good:
-        for i, (x, y) in enumerate(loader):
-            loss = loss_fn(model(x), y) / accumulate
-            loss.backward()
-            if (i + 1) % accumulate == 0 or i + 1 == len(loader):
-                optimizer.step()
-                optimizer.zero_grad()
+    bad -, good +:
+          for i, (x, y) in enumerate(loader):
+        -     loss = loss_fn(model(x), y)
+        +     loss = loss_fn(model(x), y) / accumulate
+              loss.backward()
+              if (i + 1) % accumulate == 0 or i + 1 == len(loader):
+                  optimizer.step()
+                  optimizer.zero_grad()
     """
 
     fix = "divide the loss by the number of microbatches before backward"
@@ -83,20 +77,14 @@ class AccumulationTailDropped(Rule):
 
     Its gradients are thrown away, or leak into the first update of the next epoch.
 
-    bad:
-        for epoch in range(10):
-            for i, (x, y) in enumerate(loader):
-                (loss_fn(model(x), y) / accumulate).backward()
-                if (i + 1) % accumulate == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    good:
-        for epoch in range(10):
-            for i, (x, y) in enumerate(loader):
-                (loss_fn(model(x), y) / accumulate).backward()
-                if (i + 1) % accumulate == 0 or i + 1 == len(loader):
-                    optimizer.step()
-                    optimizer.zero_grad()
+    bad -, good +:
+          for epoch in range(10):
+              for i, (x, y) in enumerate(loader):
+                  (loss_fn(model(x), y) / accumulate).backward()
+        -         if (i + 1) % accumulate == 0:
+        +         if (i + 1) % accumulate == 0 or i + 1 == len(loader):
+                      optimizer.step()
+                      optimizer.zero_grad()
     """
 
     fix = "also step at the last batch (`or i + 1 == len(loader)`), divided by the microbatches that it really has"
@@ -145,20 +133,14 @@ class AccumulationOffByOne(Rule):
 
     `i % n == 0` is true at i = 0, so the first window has one microbatch (divided by n), and every other is shifted.
 
-    bad:
-        for i, (x, y) in enumerate(loader):
-            (loss_fn(model(x), y) / accumulate).backward()
-            if i % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        optimizer.step()
-    good:
-        for i, (x, y) in enumerate(loader):
-            (loss_fn(model(x), y) / accumulate).backward()
-            if (i + 1) % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        optimizer.step()
+    bad -, good +:
+          for i, (x, y) in enumerate(loader):
+              (loss_fn(model(x), y) / accumulate).backward()
+        -     if i % accumulate == 0:
+        +     if (i + 1) % accumulate == 0:
+                  optimizer.step()
+                  optimizer.zero_grad()
+          optimizer.step()
     """
 
     level = "error"
@@ -222,20 +204,14 @@ class ClipEveryMicrobatch(Rule):
 
     The partial sum is cut down again and again: early microbatches count less than late ones.
 
-    bad:
-        for i, (x, y) in enumerate(loader):
-            (loss_fn(model(x), y) / accumulate).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if (i + 1) % accumulate == 0 or i + 1 == len(loader):
-                optimizer.step()
-                optimizer.zero_grad()
-    good:
-        for i, (x, y) in enumerate(loader):
-            (loss_fn(model(x), y) / accumulate).backward()
-            if (i + 1) % accumulate == 0 or i + 1 == len(loader):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+    bad -, good +:
+          for i, (x, y) in enumerate(loader):
+              (loss_fn(model(x), y) / accumulate).backward()
+        -     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+              if (i + 1) % accumulate == 0 or i + 1 == len(loader):
+        +         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                  optimizer.step()
+                  optimizer.zero_grad()
     """
 
     level = "error"
@@ -255,16 +231,12 @@ class NoSyncWithoutForward(Rule):
 
     DDP decides in the forward whether the backward reduces: with the forward outside, every microbatch is reduced.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        loss = loss_fn(model(x), y)
-        with model.no_sync():
-            loss.backward()
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        with model.no_sync():
-            loss = loss_fn(model(x), y)
-            loss.backward()
+    bad -, good +:
+          model = torch.nn.parallel.DistributedDataParallel(net)
+        - loss = loss_fn(model(x), y)
+          with model.no_sync():
+        +     loss = loss_fn(model(x), y)
+              loss.backward()
     """
 
     fix = "put the forward inside no_sync() too"
@@ -286,22 +258,17 @@ class NoSyncWithoutForward(Rule):
 class AccumulationWithoutNoSync(Rule):
     """Every microbatch is reduced over all ranks, though only the last needs it.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        for i, (x, y) in enumerate(loader):
-            (loss_fn(model(x), y) / accumulate).backward()
-            if (i + 1) % accumulate == 0 or i + 1 == len(loader):
-                optimizer.step()
-                optimizer.zero_grad()
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        for i, (x, y) in enumerate(loader):
-            last = (i + 1) % accumulate == 0 or i + 1 == len(loader)
-            with contextlib.nullcontext() if last else model.no_sync():
-                (loss_fn(model(x), y) / accumulate).backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
+    bad -, good +:
+          model = torch.nn.parallel.DistributedDataParallel(net)
+          for i, (x, y) in enumerate(loader):
+        +     last = (i + 1) % accumulate == 0 or i + 1 == len(loader)
+        +     with contextlib.nullcontext() if last else model.no_sync():
+        -     (loss_fn(model(x), y) / accumulate).backward()
+        +         (loss_fn(model(x), y) / accumulate).backward()
+        -     if (i + 1) % accumulate == 0 or i + 1 == len(loader):
+        +     if last:
+                  optimizer.step()
+                  optimizer.zero_grad()
     """
 
     fix = "run forward and backward of all but the last microbatch in model.no_sync()"

@@ -18,21 +18,14 @@ class ClipBeforeUnscale(Rule):
     The scale is 65,536 at the start, so the norm is huge, everything is clipped, and the unscaled rest is about zero:
     training all but stops, without an error.
 
-    bad:
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            scaler.scale(loss_fn(model(x), y)).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-    good:
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            scaler.scale(loss_fn(model(x), y)).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
+    bad -, good +:
+          scaler = torch.amp.GradScaler("cuda")
+          for x, y in loader:
+              scaler.scale(loss_fn(model(x), y)).backward()
+        +     scaler.unscale_(optimizer)
+              torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+              scaler.step(optimizer)
+              scaler.update()
     """
 
     level = "error"
@@ -70,24 +63,16 @@ class UnscaleEveryMicrobatch(Rule):
 
     A second `unscale_` before `scaler.update()` raises a RuntimeError.
 
-    bad:
-        for i, (x, y) in enumerate(loader):
-            scaler.scale(loss_fn(model(x), y) / accumulate).backward()
-            scaler.unscale_(optimizer)
-            if (i + 1) % accumulate == 0 or i + 1 == len(loader):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    good:
-        for i, (x, y) in enumerate(loader):
-            scaler.scale(loss_fn(model(x), y) / accumulate).backward()
-            if (i + 1) % accumulate == 0 or i + 1 == len(loader):
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+    bad -, good +:
+          for i, (x, y) in enumerate(loader):
+              scaler.scale(loss_fn(model(x), y) / accumulate).backward()
+        -     scaler.unscale_(optimizer)
+              if (i + 1) % accumulate == 0 or i + 1 == len(loader):
+        +         scaler.unscale_(optimizer)
+                  torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                  scaler.step(optimizer)
+                  scaler.update()
+                  optimizer.zero_grad()
     """
 
     level = "error"
@@ -111,20 +96,14 @@ class UnscaledBackward(Rule):
 
     `scaler.step` divides the gradients by a scale that they never had: they shrink by 65,536, without an error.
 
-    bad:
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            scaler.step(optimizer)
-            scaler.update()
-    good:
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            loss = loss_fn(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    bad -, good +:
+          scaler = torch.amp.GradScaler("cuda")
+          for x, y in loader:
+              loss = loss_fn(model(x), y)
+        -     loss.backward()
+        +     scaler.scale(loss).backward()
+              scaler.step(optimizer)
+              scaler.update()
     """
 
     level = "error"
@@ -151,18 +130,13 @@ class UnscaledStepWithScaler(Rule):
 
     The update is 65,536 times too large; after `unscale_`, updates with inf or NaN are not skipped.
 
-    bad:
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            scaler.scale(loss_fn(model(x), y)).backward()
-            optimizer.step()
-            scaler.update()
-    good:
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            scaler.scale(loss_fn(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    bad -, good +:
+          scaler = torch.amp.GradScaler("cuda")
+          for x, y in loader:
+              scaler.scale(loss_fn(model(x), y)).backward()
+        -     optimizer.step()
+        +     scaler.step(optimizer)
+              scaler.update()
     """
 
     level = "error"
@@ -203,17 +177,12 @@ class ScalerNotUpdated(Rule):
 
     The scale never adapts, and the second `unscale_` or `step` raises a RuntimeError.
 
-    bad:
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            scaler.scale(loss_fn(model(x), y)).backward()
-            scaler.step(optimizer)
-    good:
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            scaler.scale(loss_fn(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    bad -, good +:
+          scaler = torch.amp.GradScaler("cuda")
+          for x, y in loader:
+              scaler.scale(loss_fn(model(x), y)).backward()
+              scaler.step(optimizer)
+        +     scaler.update()
     """
 
     level = "error"
@@ -239,13 +208,11 @@ class ScalerNotSaved(Rule):
 
     After a resume the scale starts again at 65,536: the first updates overflow and are skipped.
 
-    bad:
-        scaler = torch.amp.GradScaler("cuda")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
-    good:
-        scaler = torch.amp.GradScaler("cuda")
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        torch.save(state, "last.pt")
+    bad -, good +:
+          scaler = torch.amp.GradScaler("cuda")
+        - torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+        + state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        + torch.save(state, "last.pt")
     """
 
     in_tests = False

@@ -18,10 +18,9 @@ class CheckpointUseReentrant(Rule):
 
     The default is the reentrant form: where the input needs no gradient, the block's parameters get none, silently.
 
-    bad:
-        out = torch.utils.checkpoint.checkpoint(block, x)
-    good:
-        out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    bad -, good +:
+        - out = torch.utils.checkpoint.checkpoint(block, x)
+        + out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
     """
 
     fix = "use_reentrant=False"
@@ -41,11 +40,10 @@ class CheckpointCalledEarly(Rule):
 
     Without inputs the call raises a TypeError.
 
-    bad:
-        block.attention = torch.utils.checkpoint.checkpoint(block.attention, use_reentrant=False)
-    good:
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-        block.attention = checkpoint_wrapper(block.attention)
+    bad -, good +:
+        - block.attention = torch.utils.checkpoint.checkpoint(block.attention, use_reentrant=False)
+        + from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+        + block.attention = checkpoint_wrapper(block.attention)
     """
 
     level = "error"
@@ -74,16 +72,12 @@ class LoadNeedsWeightsOnly(Rule):
 
     `torch.load` reads weights only since 2.6: a Namespace, a configuration object or a numpy scalar raises.
 
-    bad:
-        args = parser.parse_args()
-        torch.save({"model": model.state_dict(), "args": args}, "last.pt")
-        state = torch.load("last.pt", map_location="cpu")
-        model.load_state_dict(state["model"])
-    good:
-        args = parser.parse_args()
-        torch.save({"model": model.state_dict(), "args": vars(args)}, "last.pt")
-        state = torch.load("last.pt", map_location="cpu")
-        model.load_state_dict(state["model"])
+    bad -, good +:
+          args = parser.parse_args()
+        - torch.save({"model": model.state_dict(), "args": args}, "last.pt")
+        + torch.save({"model": model.state_dict(), "args": vars(args)}, "last.pt")
+          state = torch.load("last.pt", map_location="cpu")
+          model.load_state_dict(state["model"])
     """
 
     level = "error"
@@ -127,12 +121,10 @@ class LoadNoMapLocation(Rule):
 
     Tensors go back to the GPU that saved them: every rank loads onto GPU 0, which runs out of memory.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        state = torch.load("last.pt")
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        state = torch.load("last.pt", map_location="cpu")
+    bad -, good +:
+          model = torch.nn.parallel.DistributedDataParallel(net)
+        - state = torch.load("last.pt")
+        + state = torch.load("last.pt", map_location="cpu")
     """
 
     in_tests = False
@@ -156,10 +148,9 @@ class HalfResumeCheckpoint(Rule):
 
     A run that resumes from the file starts from rounded weights.
 
-    bad:
-        torch.save({"model": copy.deepcopy(model).half(), "optimizer": optimizer.state_dict()}, "last.pt")
-    good:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+    bad -, good +:
+        - torch.save({"model": copy.deepcopy(model).half(), "optimizer": optimizer.state_dict()}, "last.pt")
+        + torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
     """
 
     fix = "save fp32 weights in the file that is resumed from; round in an export"
@@ -185,14 +176,11 @@ class SaveWholeModule(Rule):
 
     The file needs pickle and today's classes to load; `torch.load` refuses it by default.
 
-    bad:
-        model = Net()
-        model.train()
-        torch.save(model, "model.pt")
-    good:
-        model = Net()
-        model.train()
-        torch.save(model.state_dict(), "model.pt")
+    bad -, good +:
+          model = Net()
+          model.train()
+        - torch.save(model, "model.pt")
+        + torch.save(model.state_dict(), "model.pt")
     """
 
     fix = "save model.state_dict()"

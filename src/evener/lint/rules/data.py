@@ -39,19 +39,13 @@ class SamplerNoSetEpoch(Rule):
 
     Every epoch then has the same order.
 
-    bad:
-        sampler = torch.utils.data.distributed.DistributedSampler(dataset)
-        loader = torch.utils.data.DataLoader(dataset, sampler=sampler)
-        for epoch in range(10):
-            for x, y in loader:
-                train_step(x, y)
-    good:
-        sampler = torch.utils.data.distributed.DistributedSampler(dataset)
-        loader = torch.utils.data.DataLoader(dataset, sampler=sampler)
-        for epoch in range(10):
-            sampler.set_epoch(epoch)
-            for x, y in loader:
-                train_step(x, y)
+    bad -, good +:
+          sampler = torch.utils.data.distributed.DistributedSampler(dataset)
+          loader = torch.utils.data.DataLoader(dataset, sampler=sampler)
+          for epoch in range(10):
+        +     sampler.set_epoch(epoch)
+              for x, y in loader:
+                  train_step(x, y)
     """
 
     in_tests = False
@@ -96,12 +90,10 @@ class SamplerRankSeed(Rule):
 
     Ranks draw their shares from different permutations: some rows are seen twice, others never.
 
-    bad:
-        sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True, seed=seed + rank)
-        sampler.set_epoch(0)
-    good:
-        sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True, seed=seed)
-        sampler.set_epoch(0)
+    bad -, good +:
+        - sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True, seed=seed + rank)
+        + sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True, seed=seed)
+          sampler.set_epoch(0)
     """
 
     level = "error"
@@ -125,14 +117,12 @@ class DdpLoaderNoSampler(Rule):
 
     Every rank goes through all rows; an epoch costs as much as on one GPU and sees every row `world_size` times.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, shuffle=True)
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        sampler = torch.utils.data.distributed.DistributedSampler(train_set)
-        sampler.set_epoch(0)
-        train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, sampler=sampler)
+    bad -, good +:
+          model = torch.nn.parallel.DistributedDataParallel(net)
+        + sampler = torch.utils.data.distributed.DistributedSampler(train_set)
+        + sampler.set_epoch(0)
+        - train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, shuffle=True)
+        + train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, sampler=sampler)
     """
 
     in_tests = False
@@ -170,10 +160,9 @@ class EvalSamplerShuffles(Rule):
     DistributedSampler shuffles by default and repeats rows to fill the last batch: which rows count twice then differs
     from epoch to epoch, and so does the metric.
 
-    bad:
-        val_sampler = torch.utils.data.distributed.DistributedSampler(val_set)
-    good:
-        val_sampler = torch.utils.data.distributed.DistributedSampler(val_set, shuffle=False)
+    bad -, good +:
+        - val_sampler = torch.utils.data.distributed.DistributedSampler(val_set)
+        + val_sampler = torch.utils.data.distributed.DistributedSampler(val_set, shuffle=False)
     """
 
     in_tests = False
@@ -205,24 +194,19 @@ class EvalSamplerShuffles(Rule):
 class EvalMetricNotReduced(Rule):
     """A metric is counted over this rank's share and printed as if it were the whole.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        sampler = torch.utils.data.distributed.DistributedSampler(test_set, shuffle=False)
-        def evaluate(loader):
-            correct = total = 0
-            for x, y in loader:
-                correct += (model(x).argmax(1) == y).sum().item()
-                total += len(y)
-            return correct / total
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        sampler = torch.utils.data.distributed.DistributedSampler(test_set, shuffle=False)
-        def evaluate(loader):
-            counts = torch.zeros(2, device="cuda")
-            for x, y in loader:
-                counts += torch.stack([(model(x).argmax(1) == y).sum(), torch.tensor(len(y), device="cuda")])
-            torch.distributed.all_reduce(counts)
-            return (counts[0] / counts[1]).item()
+    bad -, good +:
+          model = torch.nn.parallel.DistributedDataParallel(net)
+          sampler = torch.utils.data.distributed.DistributedSampler(test_set, shuffle=False)
+          def evaluate(loader):
+        -     correct = total = 0
+        +     counts = torch.zeros(2, device="cuda")
+              for x, y in loader:
+        -         correct += (model(x).argmax(1) == y).sum().item()
+        -         total += len(y)
+        -     return correct / total
+        +         counts += torch.stack([(model(x).argmax(1) == y).sum(), torch.tensor(len(y), device="cuda")])
+        +     torch.distributed.all_reduce(counts)
+        +     return (counts[0] / counts[1]).item()
     """
 
     level = "hint"

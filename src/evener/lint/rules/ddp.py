@@ -16,16 +16,12 @@ class DdpForwardOnOneRank(Rule):
 
     DDP's forward broadcasts buffers (BatchNorm): the rank waits for the others until the process group times out.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        if torch.distributed.get_rank() == 0:
-            with torch.no_grad():
-                score = metric(model(x), y)
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        if torch.distributed.get_rank() == 0:
-            with torch.no_grad():
-                score = metric(model.module(x), y)
+    bad -, good +:
+          model = torch.nn.parallel.DistributedDataParallel(net)
+          if torch.distributed.get_rank() == 0:
+              with torch.no_grad():
+        -         score = metric(model(x), y)
+        +         score = metric(model.module(x), y)
     """
 
     level = "error"
@@ -69,14 +65,12 @@ class RequiresGradAfterDdp(Rule):
 
     DDP looks at `requires_grad` once, when it wraps: later unfrozen parameters are never averaged, and replicas drift.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        for p in model.parameters():
-            p.requires_grad = True
-    good:
-        for p in net.parameters():
-            p.requires_grad = True
-        model = torch.nn.parallel.DistributedDataParallel(net)
+    bad -, good +:
+        + for p in net.parameters():
+        +     p.requires_grad = True
+          model = torch.nn.parallel.DistributedDataParallel(net)
+        - for p in model.parameters():
+        -     p.requires_grad = True
     """
 
     level = "error"
@@ -121,14 +115,11 @@ class DdpModuleBypass(Rule):
 
     That goes around the wrapper: gradients are not averaged, replicas drift apart.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        loss = loss_fn(model.module(x), y)
-        loss.backward()
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        loss = loss_fn(model(x), y)
-        loss.backward()
+    bad -, good +:
+          model = torch.nn.parallel.DistributedDataParallel(net)
+        - loss = loss_fn(model.module(x), y)
+        + loss = loss_fn(model(x), y)
+          loss.backward()
     """
 
     level = "error"
@@ -168,12 +159,10 @@ class WrappedStateDict(Rule):
 
     All keys then begin with "module.", and an unwrapped model cannot load them.
 
-    bad:
-        model = torch.nn.DataParallel(net)
-        torch.save(model.state_dict(), "model.pt")
-    good:
-        model = torch.nn.DataParallel(net)
-        torch.save(model.module.state_dict(), "model.pt")
+    bad -, good +:
+          model = torch.nn.DataParallel(net)
+        - torch.save(model.state_dict(), "model.pt")
+        + torch.save(model.module.state_dict(), "model.pt")
     """
 
     in_tests = False
@@ -216,10 +205,9 @@ class DpModelOffFirst(Rule):
 
     DataParallel wants parameters on `device_ids[0]`: the forward raises.
 
-    bad:
-        model = torch.nn.DataParallel(net.cuda(1), device_ids=[0, 1])
-    good:
-        model = torch.nn.DataParallel(net.cuda(0), device_ids=[0, 1])
+    bad -, good +:
+        - model = torch.nn.DataParallel(net.cuda(1), device_ids=[0, 1])
+        + model = torch.nn.DataParallel(net.cuda(0), device_ids=[0, 1])
     """
 
     level = "error"
@@ -260,10 +248,9 @@ class DpModelOffFirst(Rule):
 class Dataparallel(Rule):
     """nn.DataParallel copies the model to every GPU at every forward, from one process.
 
-    bad:
-        model = torch.nn.DataParallel(net)
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
+    bad -, good +:
+        - model = torch.nn.DataParallel(net)
+        + model = torch.nn.parallel.DistributedDataParallel(net)
     """
 
     level = "hint"
@@ -283,10 +270,9 @@ class FindUnusedParameters(Rule):
 
     Needed only where some parameters get no gradient in some steps.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
+    bad -, good +:
+        - model = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+        + model = torch.nn.parallel.DistributedDataParallel(net)
     """
 
     level = "hint"

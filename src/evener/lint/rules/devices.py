@@ -29,12 +29,10 @@ class CvdAfterCudaQuery(Rule):
 
     CUDA reads it once, at the first question: setting it later changes nothing.
 
-    bad:
-        count = torch.cuda.device_count()
-        os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
-    good:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
-        count = torch.cuda.device_count()
+    bad -, good +:
+        + os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+          count = torch.cuda.device_count()
+        - os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
     """
 
     level = "error"
@@ -71,12 +69,10 @@ class PhysicalIdsAfterCvd(Rule):
 
     With "2,3" visible, they are cuda:0 and cuda:1; number 2 does not exist.
 
-    bad:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
-        model = torch.nn.DataParallel(net, device_ids=[2, 3])
-    good:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
-        model = torch.nn.DataParallel(net, device_ids=[0, 1])
+    bad -, good +:
+          os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+        - model = torch.nn.DataParallel(net, device_ids=[2, 3])
+        + model = torch.nn.DataParallel(net, device_ids=[0, 1])
     """
 
     fix = "count from 0 among the visible GPUs"
@@ -109,14 +105,11 @@ class DeviceComparedToStr(Rule):
 
     They are never equal: the branch is dead.
 
-    bad:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if device == "cuda":
-            torch.backends.cudnn.benchmark = True
-    good:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if device.type == "cuda":
-            torch.backends.cudnn.benchmark = True
+    bad -, good +:
+          device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        - if device == "cuda":
+        + if device.type == "cuda":
+              torch.backends.cudnn.benchmark = True
     """
 
     level = "error"
@@ -159,14 +152,12 @@ class ContextManagerNotEntered(Rule):
 
     Without `with` it does nothing.
 
-    bad:
-        model.eval()
-        torch.no_grad()
-        out = model(x)
-    good:
-        model.eval()
-        with torch.no_grad():
-            out = model(x)
+    bad -, good +:
+          model.eval()
+        - torch.no_grad()
+        + with torch.no_grad():
+        - out = model(x)
+        +     out = model(x)
     """
 
     level = "error"
@@ -193,10 +184,9 @@ class NvidiaSmiText(Rule):
 
     Its layout changes; its order is not CUDA's; memory alone does not say that a GPU is idle; two users race.
 
-    bad:
-        free = os.popen("nvidia-smi --query-gpu=memory.free --format=csv").read()
-    good:
-        free, total = torch.cuda.mem_get_info()
+    bad -, good +:
+        - free = os.popen("nvidia-smi --query-gpu=memory.free --format=csv").read()
+        + free, total = torch.cuda.mem_get_info()
     """
 
     fix = "NVML (nvidia-ml-py), torch.cuda.mem_get_info(), or `evener gpus --json`"
@@ -234,18 +224,14 @@ class OomByMessage(Rule):
 
     The text changes; the class does not.
 
-    bad:
-        try:
-            train_step(batch)
-        except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
-            torch.cuda.empty_cache()
-    good:
-        try:
-            train_step(batch)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+    bad -, good +:
+          try:
+              train_step(batch)
+        + except torch.OutOfMemoryError:
+        - except RuntimeError as error:
+        -     if "out of memory" not in str(error):
+        -         raise
+              torch.cuda.empty_cache()
     fixed:
         try:
             train_step(batch)

@@ -57,26 +57,22 @@ class ApexRemoved(Rule):
 
     O1 and O2 are autocast with a GradScaler today; O0 is fp32; apex.parallel is DistributedDataParallel of PyTorch.
 
-    bad:
-        import torch
-        from apex import amp
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = loss_fn(model(x), y)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-    good:
-        import torch
-        scaler = torch.amp.GradScaler("cuda")
-        for x, y in loader:
-            optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = loss_fn(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    bad -, good +:
+          import torch
+        + scaler = torch.amp.GradScaler("cuda")
+        - from apex import amp
+        - model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+          for x, y in loader:
+              optimizer.zero_grad()
+        +     with torch.autocast("cuda", dtype=torch.float16):
+        -     loss = loss_fn(model(x), y)
+        +         loss = loss_fn(model(x), y)
+        -     with amp.scale_loss(loss, optimizer) as scaled_loss:
+        -         scaled_loss.backward()
+        +     scaler.scale(loss).backward()
+        -     optimizer.step()
+        +     scaler.step(optimizer)
+        +     scaler.update()
     """
 
     level = "error"
@@ -101,16 +97,14 @@ class ApexRemoved(Rule):
 class CudaAmpDeprecated(Rule):
     """torch.cuda.amp warns; torch.amp takes the device type.
 
-    bad:
-        from torch.cuda.amp import autocast, GradScaler
-        scaler = GradScaler(enabled=True)
-        with autocast(False, dtype=torch.float16):
-            loss = loss_fn(model(x), y)
-    good:
-        from torch.amp import autocast, GradScaler
-        scaler = GradScaler("cuda", enabled=True)
-        with autocast("cuda", enabled=False, dtype=torch.float16):
-            loss = loss_fn(model(x), y)
+    bad -, good +:
+        - from torch.cuda.amp import autocast, GradScaler
+        + from torch.amp import autocast, GradScaler
+        - scaler = GradScaler(enabled=True)
+        + scaler = GradScaler("cuda", enabled=True)
+        - with autocast(False, dtype=torch.float16):
+        + with autocast("cuda", enabled=False, dtype=torch.float16):
+              loss = loss_fn(model(x), y)
     """
 
     fix = 'torch.amp.autocast("cuda", ...), torch.amp.GradScaler("cuda", ...)'
@@ -189,10 +183,9 @@ class CudaAmpDeprecated(Rule):
 class RemovedImport(Rule):
     """An import that no longer exists.
 
-    bad:
-        from torch._six import inf
-    good:
-        from torch import inf
+    bad -, good +:
+        - from torch._six import inf
+        + from torch import inf
     """
 
     level = "error"
@@ -221,10 +214,9 @@ class RemovedApi(Rule):
     `total_mem`, `.next()` of an iterator, `verbose=` of schedulers, `loss.data[0]`, `correct[:k].view(-1)` of a
     transposed tensor, `volatile=`, the `*_multigpu` collectives.
 
-    bad:
-        total = torch.cuda.get_device_properties(0).total_mem
-    good:
-        total = torch.cuda.get_device_properties(0).total_memory
+    bad -, good +:
+        - total = torch.cuda.get_device_properties(0).total_mem
+        + total = torch.cuda.get_device_properties(0).total_memory
     """
 
     level = "error"
@@ -328,10 +320,9 @@ class RemovedApi(Rule):
 class DeprecatedName(Rule):
     """A name that works today and warns.
 
-    bad:
-        torch.nn.utils.clip_grad_norm(model.parameters(), 1.0)
-    good:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    bad -, good +:
+        - torch.nn.utils.clip_grad_norm(model.parameters(), 1.0)
+        + torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     """
 
     fix = "use the new name"
@@ -368,16 +359,12 @@ class SchedulerEpochArg(Rule):
 
     It jumps to the closed form of the schedule, and some schedules have none.
 
-    bad:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
-        for epoch in range(90):
-            train(model)
-            scheduler.step(epoch)
-    good:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
-        for epoch in range(90):
-            train(model)
-            scheduler.step()
+    bad -, good +:
+          scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+          for epoch in range(90):
+              train(model)
+        -     scheduler.step(epoch)
+        +     scheduler.step()
     """
 
     fix = "scheduler.step() after the epoch's updates"
@@ -398,14 +385,13 @@ class LocalRankFlag(Rule):
 
     torchrun passes no flag: every rank keeps the default. `torch.distributed.launch` passes `--local-rank`, dashed.
 
-    bad:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--local_rank", type=int, default=0)
-        args = parser.parse_args()
-        torch.cuda.set_device(args.local_rank)
-    good:
-        local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank)
+    bad -, good +:
+        + local_rank = int(os.environ["LOCAL_RANK"])
+        - parser = argparse.ArgumentParser()
+        - parser.add_argument("--local_rank", type=int, default=0)
+        - args = parser.parse_args()
+        - torch.cuda.set_device(args.local_rank)
+        + torch.cuda.set_device(local_rank)
     fixed:
         parser = argparse.ArgumentParser()
         parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
@@ -471,14 +457,11 @@ LAUNCH = re.compile(r"(?P<python>\bpython3?\s+(?:-u\s+)?-m\s+)torch\.distributed
 class TorchDistributedLaunch(Rule):
     """`python -m torch.distributed.launch` is deprecated.
 
-    bad:
-        import subprocess
-        import torch
-        subprocess.run("python -m torch.distributed.launch --nproc_per_node=2 --use_env train.py", shell=True)
-    good:
-        import subprocess
-        import torch
-        subprocess.run("torchrun --nproc_per_node=2 train.py", shell=True)
+    bad -, good +:
+          import subprocess
+          import torch
+        - subprocess.run("python -m torch.distributed.launch --nproc_per_node=2 --use_env train.py", shell=True)
+        + subprocess.run("torchrun --nproc_per_node=2 train.py", shell=True)
     """
 
     fix = "torchrun (or `evener run`)"

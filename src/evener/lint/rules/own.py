@@ -33,19 +33,14 @@ class TokenMeanAsRowMean(Rule):
 
     A scalar is weighted by rows. Rows have unequal numbers of tokens, so the update depends on how the batch is cut.
 
-    bad:
-        import evener
-        def loss_fn(model, batch):
-            logits = model(batch["input_ids"])
-            return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
-    good:
-        import evener
-        def loss_fn(model, batch):
-            logits = model(batch["input_ids"])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
-            return evener.Mean(total=loss, count=(batch["labels"] != -100).sum())
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
+    bad -, good +:
+          import evener
+          def loss_fn(model, batch):
+              logits = model(batch["input_ids"])
+        -     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        +     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+        +     return evener.Mean(total=loss, count=(batch["labels"] != -100).sum())
+          run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
     """
 
     level = "error"
@@ -83,16 +78,13 @@ class RunCollectiveOnOneRank(Rule):
 
     Rank 0 waits for the others until the time-out.
 
-    bad:
-        import evener
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
-        if run.rank == 0:
-            print(run.evaluate(validation_set))
-    good:
-        import evener
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
-        scores = run.evaluate(validation_set)
-        run.print(scores)
+    bad -, good +:
+          import evener
+          run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
+        - if run.rank == 0:
+        -     print(run.evaluate(validation_set))
+        + scores = run.evaluate(validation_set)
+        + run.print(scores)
     """
 
     level = "error"
@@ -113,27 +105,19 @@ class StateOutsideRun(Rule):
 
     It is not in the checkpoint: after a restart the best score starts again at zero.
 
-    bad:
-        import evener
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
-        best = 0.0
-        for epoch in run.epochs(10):
-            for update in epoch:
-                pass
-            score = run.evaluate(validation_set)["accuracy"]
-            if score > best:
-                best = score
-                run.save(name="best")
-    good:
-        import evener
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
-        for epoch in run.epochs(10):
-            for update in epoch:
-                pass
-            score = run.evaluate(validation_set)["accuracy"]
-            if score > run.state.get("best", 0):
-                run.state["best"] = score
-                run.save(name="best")
+    bad -, good +:
+          import evener
+          run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
+        - best = 0.0
+          for epoch in run.epochs(10):
+              for update in epoch:
+                  pass
+              score = run.evaluate(validation_set)["accuracy"]
+        -     if score > best:
+        +     if score > run.state.get("best", 0):
+        -         best = score
+        +         run.state["best"] = score
+                  run.save(name="best")
     """
 
     fix = 'run.state["best"] instead of a variable: it is saved and restored'
@@ -186,12 +170,10 @@ class RunOfWrappedModel(Rule):
 
     evener cuts the batch and reduces by itself; a wrapper would reduce a second time. Run refuses it.
 
-    bad:
-        import evener
-        run = evener.Run(torch.nn.DataParallel(model), optimizer, loss_fn, dataset, global_batch_size=64)
-    good:
-        import evener
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
+    bad -, good +:
+          import evener
+        - run = evener.Run(torch.nn.DataParallel(model), optimizer, loss_fn, dataset, global_batch_size=64)
+        + run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
     """
 
     level = "error"
@@ -209,18 +191,14 @@ class BackwardInLoss(Rule):
 
     Run does both, after it knows the denominator of the update.
 
-    bad:
-        import evener
-        def loss_fn(model, batch):
-            loss = F.mse_loss(model(batch[0]), batch[1])
-            loss.backward()
-            return loss
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
-    good:
-        import evener
-        def loss_fn(model, batch):
-            return F.mse_loss(model(batch[0]), batch[1])
-        run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
+    bad -, good +:
+          import evener
+          def loss_fn(model, batch):
+        -     loss = F.mse_loss(model(batch[0]), batch[1])
+        +     return F.mse_loss(model(batch[0]), batch[1])
+        -     loss.backward()
+        -     return loss
+          run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
     """
 
     level = "error"

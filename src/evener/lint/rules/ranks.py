@@ -16,15 +16,12 @@ class RankGuardedStep(Rule):
 
     The other replicas keep the old weights; with a sharded optimizer the step hangs.
 
-    bad:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        loss_fn(model(x), y).backward()
-        if torch.distributed.get_rank() == 0:
-            optimizer.step()
-    good:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        loss_fn(model(x), y).backward()
-        optimizer.step()
+    bad -, good +:
+          model = torch.nn.parallel.DistributedDataParallel(net)
+          loss_fn(model(x), y).backward()
+        - if torch.distributed.get_rank() == 0:
+        -     optimizer.step()
+        + optimizer.step()
     """
 
     level = "error"
@@ -53,14 +50,11 @@ class RankGuardedCollective(Rule):
 
     Those ranks wait for the others until the process group times out.
 
-    bad:
-        if torch.distributed.get_rank() == 0:
-            torch.distributed.all_reduce(loss)
-            print(loss)
-    good:
-        torch.distributed.all_reduce(loss)
-        if torch.distributed.get_rank() == 0:
-            print(loss)
+    bad -, good +:
+        + torch.distributed.all_reduce(loss)
+          if torch.distributed.get_rank() == 0:
+        -     torch.distributed.all_reduce(loss)
+              print(loss)
     """
 
     level = "error"
@@ -115,16 +109,12 @@ class UncalledRankPredicate(Rule):
 
     `if is_main_process:` is always true: every rank logs and saves.
 
-    bad:
-        def is_main_process():
-            return torch.distributed.get_rank() == 0
-        if is_main_process:
-            print("epoch")
-    good:
-        def is_main_process():
-            return torch.distributed.get_rank() == 0
-        if is_main_process():
-            print("epoch")
+    bad -, good +:
+          def is_main_process():
+              return torch.distributed.get_rank() == 0
+        - if is_main_process:
+        + if is_main_process():
+              print("epoch")
     """
 
     level = "error"
@@ -167,12 +157,11 @@ class GlobalRankAsDevice(Rule):
 
     Right on one machine; on the second one rank 8 looks for GPU 8.
 
-    bad:
-        rank = int(os.environ["RANK"])
-        torch.cuda.set_device(rank)
-    good:
-        local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank)
+    bad -, good +:
+        - rank = int(os.environ["RANK"])
+        + local_rank = int(os.environ["LOCAL_RANK"])
+        - torch.cuda.set_device(rank)
+        + torch.cuda.set_device(local_rank)
     """
 
     level = "error"
@@ -218,10 +207,9 @@ class LiteralRank(Rule):
 
     Every process then claims the same rank: they hang, or fail.
 
-    bad:
-        torch.distributed.init_process_group("nccl", world_size=4, rank=0)
-    good:
-        torch.distributed.init_process_group("nccl")
+    bad -, good +:
+        - torch.distributed.init_process_group("nccl", world_size=4, rank=0)
+        + torch.distributed.init_process_group("nccl")
     """
 
     level = "error"
@@ -244,14 +232,12 @@ class DeviceCountAsWorldSize(Rule):
 
     On two machines the world has twice as many ranks: means and batch shares are wrong.
 
-    bad:
-        world_size = torch.cuda.device_count()
-        torch.distributed.init_process_group("nccl", world_size=world_size, rank=rank)
-        batch_size = global_batch_size // world_size
-    good:
-        torch.distributed.init_process_group("nccl")
-        world_size = torch.distributed.get_world_size()
-        batch_size = global_batch_size // world_size
+    bad -, good +:
+        - world_size = torch.cuda.device_count()
+        - torch.distributed.init_process_group("nccl", world_size=world_size, rank=rank)
+        + torch.distributed.init_process_group("nccl")
+        + world_size = torch.distributed.get_world_size()
+          batch_size = global_batch_size // world_size
     """
 
     in_tests = False
@@ -302,12 +288,11 @@ class MasterEnvOverwritten(Rule):
 
     It breaks torchrun, a second job on the machine, and every second machine.
 
-    bad:
-        os.environ["MASTER_ADDR"] = "localhost"
-        os.environ["MASTER_PORT"] = "12355"
-    good:
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "12355")
+    bad -, good +:
+        - os.environ["MASTER_ADDR"] = "localhost"
+        + os.environ.setdefault("MASTER_ADDR", "localhost")
+        - os.environ["MASTER_PORT"] = "12355"
+        + os.environ.setdefault("MASTER_PORT", "12355")
     """
 
     in_tests = False
@@ -344,10 +329,9 @@ class MasterPortInvalid(Rule):
 
     `init_process_group` raises a ValueError.
 
-    bad:
-        os.environ.setdefault("MASTER_PORT", "80000")
-    good:
-        os.environ.setdefault("MASTER_PORT", "29500")
+    bad -, good +:
+        - os.environ.setdefault("MASTER_PORT", "80000")
+        + os.environ.setdefault("MASTER_PORT", "29500")
     """
 
     level = "error"
@@ -376,15 +360,12 @@ class SaveUnguarded(Rule):
 
     They overwrite each other while writing: the file can be torn.
 
-    bad:
-        torch.distributed.init_process_group("nccl")
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        torch.save(model.module.state_dict(), "model.pt")
-    good:
-        torch.distributed.init_process_group("nccl")
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        if torch.distributed.get_rank() == 0:
-            torch.save(model.module.state_dict(), "model.pt")
+    bad -, good +:
+          torch.distributed.init_process_group("nccl")
+          model = torch.nn.parallel.DistributedDataParallel(net)
+        + if torch.distributed.get_rank() == 0:
+        - torch.save(model.module.state_dict(), "model.pt")
+        +     torch.save(model.module.state_dict(), "model.pt")
     """
 
     in_tests = False

@@ -39,18 +39,13 @@ class SchedulerBeforeOptimizer(Rule):
 
     The first learning rate is skipped; torch warns once.
 
-    bad:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-        for x, y in loader:
-            loss_fn(model(x), y).backward()
-            scheduler.step()
-            optimizer.step()
-    good:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-        for x, y in loader:
-            loss_fn(model(x), y).backward()
-            optimizer.step()
-            scheduler.step()
+    bad -, good +:
+          scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+          for x, y in loader:
+              loss_fn(model(x), y).backward()
+        +     optimizer.step()
+              scheduler.step()
+        -     optimizer.step()
     """
 
     fix = "optimizer.step() first, then scheduler.step()"
@@ -103,20 +98,14 @@ class LossGraphAccumulate(Rule):
 
     Every batch's activations stay in memory until the sum is dropped.
 
-    bad:
-        total = 0.0
-        for x, y in loader:
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-            total += loss
-    good:
-        total = 0.0
-        for x, y in loader:
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
+    bad -, good +:
+          total = 0.0
+          for x, y in loader:
+              loss = loss_fn(model(x), y)
+              loss.backward()
+              optimizer.step()
+        -     total += loss
+        +     total += loss.detach()
     """
 
     fix = "total += loss.detach()"
@@ -197,15 +186,11 @@ class BarrierEveryStep(Rule):
 
     All ranks wait for the slowest at every batch. Collectives wait by themselves, where they must.
 
-    bad:
-        for x, y in loader:
-            loss = loss_fn(model(x), y)
-            torch.distributed.barrier()
-            torch.distributed.all_reduce(loss)
-    good:
-        for x, y in loader:
-            loss = loss_fn(model(x), y)
-            torch.distributed.all_reduce(loss)
+    bad -, good +:
+          for x, y in loader:
+              loss = loss_fn(model(x), y)
+        -     torch.distributed.barrier()
+              torch.distributed.all_reduce(loss)
     """
 
     fix = "delete it"
@@ -234,13 +219,10 @@ class EmptyCacheInLoop(Rule):
 
     The allocator gives its memory back to the driver and asks for it again: slow, and no memory is won.
 
-    bad:
-        for x, y in loader:
-            train_step(x, y)
-            torch.cuda.empty_cache()
-    good:
-        for x, y in loader:
-            train_step(x, y)
+    bad -, good +:
+          for x, y in loader:
+              train_step(x, y)
+        -     torch.cuda.empty_cache()
     """
 
     fix = "delete it; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragments"
@@ -268,10 +250,9 @@ class DebugLeftOn(Rule):
 
     Anomaly mode keeps a traceback per operation; CUDA_LAUNCH_BLOCKING makes every kernel wait.
 
-    bad:
-        torch.autograd.set_detect_anomaly(True)
-    good:
-        torch.autograd.set_detect_anomaly(args.debug)
+    bad -, good +:
+        - torch.autograd.set_detect_anomaly(True)
+        + torch.autograd.set_detect_anomaly(args.debug)
     """
 
     fix = "switch it on from outside, for one run"
@@ -306,18 +287,13 @@ class DebugLeftOn(Rule):
 class SyncEveryStep(Rule):
     """The host waits for the device at every step.
 
-    bad:
-        for x, y in loader:
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-    good:
-        for x, y in loader:
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
+    bad -, good +:
+          for x, y in loader:
+              loss = loss_fn(model(x), y)
+              loss.backward()
+              optimizer.step()
+        -     total += loss.item()
+        +     total += loss.detach()
     """
 
     level = "hint"
@@ -345,12 +321,10 @@ class BenchmarkAndDeterministic(Rule):
 
     Benchmark chooses among kernels by the clock: the seed no longer decides.
 
-    bad:
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = True
-    good:
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False
+    bad -, good +:
+          torch.backends.cudnn.deterministic = True
+        - torch.backends.cudnn.benchmark = True
+        + torch.backends.cudnn.benchmark = False
     """
 
     level = "hint"
