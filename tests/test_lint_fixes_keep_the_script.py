@@ -8,7 +8,7 @@ import pytest
 
 from evener.lint import engine, fix, rules
 from evener.lint.project import Project
-from evener.lint.rule import Edit, Finding, Rule, read
+from evener.lint.rule import Edit, Finding, Rule, hit, read
 from tests.test_lint_rules import FIXABLE, checked, fixed, in_script
 
 BY_ID = {rule.id: rule for rule in rules.ALL}
@@ -118,7 +118,7 @@ class Stubborn(Rule):
     def check(self, file):
         for stmt in file.source.tree.body:
             start, end = file.source.span(stmt)
-            yield self.found(file, stmt, "still there", Edit(start, end, self.text))
+            yield hit(stmt, "still there", Edit(start, end, self.text))
 
 
 @pytest.mark.parametrize("text", ["import torch as x", "x = ("])

@@ -230,7 +230,7 @@ def check_data(
     if "*" in whole:
         return []
     tests = bool(TESTS.search(os.path.basename(path)))
-    found = {one: None for rule in chosen if rule.in_tests or not tests for one in rule.check(file)}
+    found = {one: None for rule in chosen if rule.in_tests or not tests for one in rule.findings(file)}
     return [
         one for one in found
         if one.rule not in whole and not {one.rule, "*"} & lines.get(one.line, set())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from evener.lint.names import Names
 from evener.lint.source import Context, Function, Loop, Source, Test, last
 
+STEPS = ("step", "scaler-step")
 CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 
 
@@ -28,6 +29,11 @@ class Event:
     @property
     def place(self) -> tuple[int, int]:
         return self.node.end_lineno or 0, self.node.end_col_offset or 0
+
+    @property
+    def owner(self) -> ast.expr:
+        """What stands before the dot."""
+        return self.node.func.value if isinstance(self.node.func, ast.Attribute) else self.node.func
 
 
 def events_of(names: Names, function: Function | None) -> list[Event]:
@@ -163,19 +169,20 @@ class Window:
         """The number of microbatches."""
         return self.modulo.right
 
+    def ungated(self, kind: str) -> list[Event]:
+        """The events in the loop that the gate does not hold back."""
+        inside = [one for one in self.events if one.kind == kind and self.loop in one.ctx.loops]
+        return [one for one in inside if not any(test.node is self.gate.node for test in one.ctx.tests)]
+
 
 def windows(names: Names, events: list[Event]) -> Iterator[Window]:
     """Every accumulation window: a gated step whose backward, in the same loop, is not gated."""
     seen = set()
     for step in events:
-        test = gate(names, step) if step.kind in ("step", "scaler-step") and step.ctx.loops else None
+        test = gate(names, step) if step.kind in STEPS and step.ctx.loops else None
         if test is None or test.node in seen:
             continue
-        steps = tuple(
-            one
-            for one in events
-            if one.kind in ("step", "scaler-step") and any(t.node is test.node for t in one.ctx.tests)
-        )
+        steps = tuple(one for one in events if one.kind in STEPS and any(t.node is test.node for t in one.ctx.tests))
         backs = tuple(
             one
             for one in events

@@ -42,7 +42,7 @@ class Names:
         self.bound: dict[tuple[object, str], list[tuple[ast.stmt, ast.expr]]] = {}
         self._kinds: dict[ast.expr, frozenset[str]] = {}
         for stmt, target, value in self._bindings():
-            self.bound.setdefault((self._scope(target), source.segment(target)), []).append((stmt, value))
+            self.bound.setdefault((self.scope(target), source.segment(target)), []).append((stmt, value))
 
     def _bindings(self) -> Iterator[tuple[ast.stmt, ast.expr, ast.expr]]:
         for assign in self.source.of(ast.Assign):
@@ -63,7 +63,7 @@ class Names:
         for walrus in self.source.of(ast.NamedExpr):
             yield self.source.statement(walrus), walrus.target, walrus.value
 
-    def _scope(self, node: ast.expr) -> object:
+    def scope(self, node: ast.expr) -> object:
         """A name belongs to its function, `self.x` to its class, `args.x` to the file."""
         if isinstance(node, ast.Name):
             return self.source.function(node)
@@ -77,7 +77,7 @@ class Names:
     def values(self, node: ast.expr) -> list[tuple[ast.stmt, ast.expr]]:
         """All that is assigned to this name where it can be seen from here, in source order."""
         text = self.source.segment(node)
-        scope = self._scope(node)
+        scope = self.scope(node)
         found = self.bound.get((scope, text), [])
         while not found and isinstance(scope, Function):  # the functions around it, then the module
             if isinstance(node, ast.Name) and node.id in self.source.params[scope]:
@@ -102,7 +102,7 @@ class Names:
 
     def _find(self, node: ast.expr) -> frozenset[str]:
         if isinstance(node, ast.Call):
-            return self._made(node)
+            return self.made(node)
         if isinstance(node, ast.IfExp):
             if any(isinstance(one, ast.Attribute) and one.attr == "module" for one in (node.body, node.orelse)):
                 return frozenset()  # model.module if hasattr(model, "module") else model
@@ -120,7 +120,7 @@ class Names:
             return found
         return frozenset()
 
-    def _made(self, call: ast.Call) -> frozenset[str]:
+    def made(self, call: ast.Call) -> frozenset[str]:
         dotted = self.source.name(call.func)
         root, _, rest = dotted.partition(".")
         end = last(dotted)
@@ -312,7 +312,7 @@ def facts(source: Source) -> Facts:
         if isinstance(call.func, ast.Attribute):
             attributes.add(call.func.attr)
         dotted = source.name(call.func)
-        uses |= {kind for kind in names._made(call) if not kind.startswith("param:")}
+        uses |= {kind for kind in names.made(call) if not kind.startswith("param:")}
         if dotted.endswith(("init_process_group", "init_distributed_mode")):
             uses.add("init")
         ctx = source.at(call)

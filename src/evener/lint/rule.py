@@ -7,14 +7,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from evener.lint.events import Event, Window, all_events, windows
+from evener.lint.events import Event, Window, all_events, exclusive, windows
 from evener.lint.names import Names
 from evener.lint.project import Project
-from evener.lint.source import Source
+from evener.lint.source import Context, Source, literal, method
 
 LEVELS = ("error", "warning", "hint")
 
@@ -47,16 +47,26 @@ class Finding:
         return bool(self.edits)
 
 
-@dataclass
 class Checked:
-    """One file under check: its source, its names, the project around it."""
+    """One file under check: its source, its names and the project around it, all asked by one name."""
 
-    source: Source
-    project: Project
-    names: Names = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.names = Names(self.source, self.project)
+    def __init__(self, source: Source, project: Project) -> None:
+        self.source, self.project, self.names = source, project, (names := Names(source, project))
+        self.path, self.text, self.data, self.starts = source.path, source.text, source.data, source.starts
+        self.of, self.name, self.segment, self.exact, self.span = (
+            source.of, source.name, source.segment, source.exact, source.span,
+        )  # fmt: skip
+        self.at, self.function, self.statement, self.parent = (
+            source.at,
+            source.function,
+            source.statement,
+            source.parent,
+        )
+        self.inside, self.above, self.params, self.aliases = source.inside, source.above, source.params, source.aliases
+        self.values, self.now, self.kinds, self.holds, self.made = (
+            names.values, names.now, names.kinds, names.holds, names.made,
+        )  # fmt: skip
+        self.is_rank, self.is_loader, self.without_grad = names.is_rank, names.is_loader, names.without_grad
 
     @cached_property
     def events(self) -> list[list[Event]]:
@@ -66,12 +76,76 @@ class Checked:
     def windows(self) -> list[Window]:
         return [window for events in self.events for window in windows(self.names, events)]
 
+    @cached_property
+    def _calls(self) -> dict[str, list[ast.Call]]:
+        found: dict[str, list[ast.Call]] = {}
+        for call in self.of(ast.Call):
+            found.setdefault(self.name(call.func), []).append(call)
+        return found
+
+    def calls_of(self, *dotted: str) -> list[ast.Call]:
+        return [call for name in dotted for call in self._calls.get(name, ())]
+
+    def making(self, kind: str) -> list[ast.Call]:
+        """The calls that make such a thing: a DDP model, a loader."""
+        return [call for call in self.of(ast.Call) if kind in self.made(call)]
+
+    def methods(self, *words: str) -> Iterator[tuple[ast.Call, ast.Attribute]]:
+        """(call, function) of every `x.word(...)`."""
+        for call in self.of(ast.Call):
+            if func := method(call, *words):
+                yield call, func
+
+    def moments(self, *kinds: str) -> Iterator[tuple[Event, list[Event], list[Event]]]:
+        """Every event of these kinds with its function's events before and after it, without those that exclude it."""
+        for events in self.events:
+            for one in (event for event in events if event.kind in kinds):
+                others = [other for other in events if not exclusive(other, one)]
+                yield one, [o for o in others if o.place < one.place], [o for o in others if o.place > one.place]
+
+    @cached_property
+    def backwards(self) -> list[Event]:
+        return [one for events in self.events for one in events if one.kind == "backward"]
+
+    def environment(self, *names: str) -> Iterator[tuple[ast.Assign, ast.expr, str]]:
+        """(statement, value, name) of every `os.environ["NAME"] = value`."""
+        for assign in self.of(ast.Assign):
+            target = assign.targets[0]
+            if isinstance(target, ast.Subscript) and self.name(target.value) in ("os.environ", "environ"):
+                if (name := literal(target.slice)) in names:
+                    yield assign, assign.value, str(name)
+
+    def guard(self, where: ast.AST | Context) -> str:
+        """The rank test around it: "one", "others" or ""."""
+        return self.names.guard(self.at(where) if isinstance(where, ast.AST) else where)
+
     def uses(self, *kinds: str) -> bool:
         """This file, one that imports it or one imported by those makes such a thing."""
-        return self.project.uses(self.source.path, *kinds)
+        return self.project.uses(self.path, *kinds)
 
     def calls(self, *attributes: str) -> bool:
-        return self.project.calls(self.source.path, *attributes)
+        """The same files call such a method."""
+        return self.project.calls(self.path, *attributes)
+
+
+class Hit(NamedTuple):
+    """What a rule sees: where, why in one line, and the edits that repair it."""
+
+    node: ast.AST
+    message: str
+    edits: tuple[Edit, ...]
+    fix: str
+    imports: tuple[str, ...]
+    unsafe: bool
+
+
+Hits = Iterator[Hit]
+
+
+def hit(
+    node: ast.AST, message: str, *edits: Edit | None, fix: str = "", imports: tuple[str, ...] = (), unsafe: bool = False
+) -> Hit:
+    return Hit(node, message, tuple(dict.fromkeys(one for one in edits if one)), fix, imports, unsafe)
 
 
 class Rule:
@@ -85,37 +159,18 @@ class Rule:
         self.id = re.sub(r"(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
         self.theme = type(self).__module__.rpartition(".")[2]
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         raise NotImplementedError
 
-    def found(
-        self,
-        file: Checked,
-        node: ast.AST,
-        message: str,
-        *edits: Edit,
-        fix: str = "",
-        imports: tuple[str, ...] = (),
-        unsafe: bool = False,
-    ) -> Finding:
-        source = file.source
-        line, start = node.lineno, node.col_offset  # type: ignore[attr-defined]
-        raw = source.lines[line - 1]
-        end = node.end_col_offset if node.end_lineno == line else len(raw.rstrip())  # type: ignore[attr-defined]
-        column, stop = (len(raw[:at].decode(errors="replace")) + 1 for at in (start, end))
-        return Finding(
-            source.path,
-            line,
-            column,
-            self.id,
-            self.level,
-            message,
-            fix or self.fix,
-            tuple(dict.fromkeys(edits)),
-            imports,
-            unsafe,
-            stop,
-        )
+    def findings(self, file: Checked) -> Iterator[Finding]:
+        for node, message, edits, fix, imports, unsafe in self.check(file):
+            line, start = node.lineno, node.col_offset  # type: ignore[attr-defined]
+            raw = file.source.lines[line - 1]
+            end = node.end_col_offset if node.end_lineno == line else len(raw.rstrip())  # type: ignore[attr-defined]
+            column, stop = (len(raw[:at].decode(errors="replace")) + 1 for at in (start, end))
+            yield Finding(
+                file.path, line, column, self.id, self.level, message, fix or self.fix, edits, imports, unsafe, stop
+            )
 
 
 @dataclass(frozen=True)
@@ -140,68 +195,68 @@ def read(rule: Rule | type[Rule]) -> Page:
 
 
 # --- edits ----------------------------------------------------------------------------------------------------------
-def replace(source: Source, node: ast.AST, text: str) -> Edit:
-    return Edit(*source.span(node), text)
+def replace(file: Checked, node: ast.AST, text: str) -> Edit:
+    return Edit(*file.span(node), text)
 
 
-def line_start(source: Source, node: ast.AST) -> int:
-    return source.starts[node.lineno - 1]  # type: ignore[attr-defined]
+def line_start(file: Checked, node: ast.AST) -> int:
+    return file.starts[node.lineno - 1]  # type: ignore[attr-defined]
 
 
-def indent_of(source: Source, stmt: ast.stmt) -> str:
-    raw = source.lines[stmt.lineno - 1].decode()
+def indent_of(file: Checked, stmt: ast.stmt) -> str:
+    raw = file.source.lines[stmt.lineno - 1].decode()
     return raw[: len(raw) - len(raw.lstrip())]
 
 
-def alone(source: Source, stmt: ast.stmt) -> bool:
+def alone(file: Checked, stmt: ast.stmt) -> bool:
     """The statement has its lines for itself: nothing before it, and no `;` behind it."""
-    start, end = source.span(stmt)
-    rest = source.data[end : source.starts[stmt.end_lineno or stmt.lineno]]
-    return not source.data[line_start(source, stmt) : start].strip() and not rest.split(b"#")[0].strip()
+    start, end = file.span(stmt)
+    rest = file.data[end : file.starts[stmt.end_lineno or stmt.lineno]]
+    return not file.data[line_start(file, stmt) : start].strip() and not rest.split(b"#")[0].strip()
 
 
-def insert_before(source: Source, stmt: ast.stmt, code: str) -> Edit | None:
+def insert_before(file: Checked, stmt: ast.stmt, code: str) -> Edit | None:
     """`code` on a line of its own before the statement, as deep as it."""
-    if not alone(source, stmt):
+    if not alone(file, stmt):
         return None
-    at = line_start(source, stmt)
-    return Edit(at, at, f"{indent_of(source, stmt)}{code}{newline(source)}")
+    at = line_start(file, stmt)
+    return Edit(at, at, f"{indent_of(file, stmt)}{code}{newline(file)}")
 
 
-def insert_after(source: Source, stmt: ast.stmt, code: str) -> Edit | None:
-    if not alone(source, stmt):
+def insert_after(file: Checked, stmt: ast.stmt, code: str) -> Edit | None:
+    if not alone(file, stmt):
         return None
-    at = source.starts[stmt.end_lineno or stmt.lineno]
-    ends = source.data[:at].endswith((b"\n", b"\r"))
-    line = f"{indent_of(source, stmt)}{code}"
-    return Edit(at, at, f"{line}{newline(source)}" if ends else f"{newline(source)}{line}")
+    at = file.starts[stmt.end_lineno or stmt.lineno]
+    ends = file.data[:at].endswith((b"\n", b"\r"))
+    line = f"{indent_of(file, stmt)}{code}"
+    return Edit(at, at, f"{line}{newline(file)}" if ends else f"{newline(file)}{line}")
 
 
-def newline(source: Source) -> str:
-    return "\r\n" if source.lines[0].endswith(b"\r\n") else "\n"
+def newline(file: Checked) -> str:
+    return "\r\n" if file.source.lines[0].endswith(b"\r\n") else "\n"
 
 
-def add_argument(source: Source, call: ast.Call, text: str) -> Edit:
+def add_argument(file: Checked, call: ast.Call, text: str) -> Edit:
     """`text` as the last argument. A trailing comma stays where it is."""
-    end = source.span(call)[1] - 1
+    end = file.span(call)[1] - 1
     inside = [*call.args, *(one.value for one in call.keywords)]
     if not inside:
         return Edit(end, end, text)
-    behind = max(source.span(one)[1] for one in inside)
-    between = source.data[behind:end]
+    behind = max(file.span(one)[1] for one in inside)
+    between = file.data[behind:end]
     bare = b"".join(line.split(b"#")[0] for line in between.splitlines(keepends=True))
     while bare.startswith(b")"):  # (the argument was in brackets)
-        behind, bare = source.data.index(b")", behind) + 1, bare[1:]
+        behind, bare = file.data.index(b")", behind) + 1, bare[1:]
     if b"," in bare:
-        at = source.data.index(b",", behind) + 1
+        at = file.data.index(b",", behind) + 1
         return Edit(at, at, f" {text},")
     return Edit(behind, behind, f", {text}")
 
 
-def remove_argument(source: Source, call: ast.Call, value: ast.expr) -> Edit:
+def remove_argument(file: Checked, call: ast.Call, value: ast.expr) -> Edit:
     """Takes the keyword (or last positional) argument out, with the comma that joins it to its neighbour."""
-    spans = sorted([source.span(one) for one in call.args] + [source.span(one) for one in call.keywords])
-    start, end = next(span for span in spans if span[0] <= source.span(value)[0] and source.span(value)[1] <= span[1])
+    spans = sorted([file.span(one) for one in call.args] + [file.span(one) for one in call.keywords])
+    start, end = next(span for span in spans if span[0] <= file.span(value)[0] and file.span(value)[1] <= span[1])
     i = spans.index((start, end))
     if i + 1 < len(spans):
         return Edit(start, spans[i + 1][0], "")

@@ -300,6 +300,12 @@ def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr 
     return None
 
 
+def method(node: ast.AST, *words: str) -> ast.Attribute | None:
+    """The `x.word` of a call `x.word(...)`, else None."""
+    called = node.func if isinstance(node, ast.Call) else None
+    return called if isinstance(called, ast.Attribute) and called.attr in words else None
+
+
 def hides_arguments(call: ast.Call) -> bool:
     return any(one.arg is None for one in call.keywords) or any(isinstance(arg, ast.Starred) for arg in call.args)
 

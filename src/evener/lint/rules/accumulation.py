@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
-from evener.lint.events import Window, exclusive
-from evener.lint.rule import Checked, Finding, Rule, replace
-from evener.lint.source import Source, keyword, last, literal
+from evener.lint.events import STEPS, Window, exclusive
+from evener.lint.rule import Checked, Hits, Rule, hit, replace
+from evener.lint.source import keyword, last, literal
 
 
 class AccumulationNotNormalised(Rule):
@@ -28,48 +27,38 @@ class AccumulationNotNormalised(Rule):
 
     fix = "divide the loss by the number of microbatches before backward"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         for window in file.windows:
             plain = [one for one in window.backwards if one.how in ("plain", "scaled", "apex")]
             if not plain or literal(window.every) == 1 or _scaled_elsewhere(file, window):
                 continue
-            text = source.segment(window.loop)
-            every = re.escape(source.segment(window.every))
-            if re.search(rf"/=?\s*(float\()?\(?({every}|\w*accum\w*|[\w.]*accum\w*)", text) or re.search(
-                r"\*\s*inv_|1(\.0?)?\s*/", text
-            ):
-                continue
-            yield self.found(
-                file, plain[0].node, f"{source.segment(window.every)} losses are summed, none is divided by it"
-            )
+            every = file.segment(window.every)
+            divided = rf"/=?\s*(float\()?\(?({re.escape(every)}|[\w.]*accum\w*)|\*\s*inv_|1(\.0?)?\s*/"
+            if not re.search(divided, file.segment(window.loop)):
+                yield hit(plain[0].node, f"{every} losses are summed, none is divided by it")
 
 
 def _scaled_elsewhere(file: Checked, window: Window) -> bool:
     """Signs that a sum is meant: the loss is scaled by a batch size, or gradients are scaled later."""
-    text = file.source.segment(window.loop)
     if re.search(
-        r"\.grad(\.data)?\.(div_|mul_)|grad_scale|multiply_grads|scale_grad|nominal|reduction\s*=\s*.sum|loss_scale\b|no_division",
-        text,
-    ):
+        r"\.grad(\.data)?\.(div_|mul_)|grad_scale|multiply_grads|scale_grad|nominal|reduction\s*=\s*.sum|loss_scale\b"
+        r"|no_division", file.segment(window.loop),
+    ):  # fmt: skip
         return True
-    for back in window.backwards:
-        for node in ast.walk(file.source.statement(back.node)):
-            if isinstance(node, ast.Name) and "loss" in node.id.lower():
-                for stmt, value in file.names.values(node):
-                    if isinstance(stmt, ast.AugAssign) or re.search(
-                        r"/|\bdiv\(|\* ?(world_size|batch_size|bs\b)", file.source.segment(value)
-                    ):
-                        return True
-    for aug in file.source.of(ast.AugAssign):
-        if (
-            file.source.inside(aug, window.loop)
+    parts = [node for back in window.backwards for node in ast.walk(file.statement(back.node))]
+    losses = [node for node in parts if isinstance(node, ast.Name) and "loss" in node.id.lower()]
+    made = [file.segment(value) for node in losses for _, value in file.values(node)]
+    return (
+        any(re.search(r"/|\bdiv\(|\* ?(world_size|batch_size|bs\b)", text) for text in made)
+        or any(
+            file.inside(aug, window.loop)
             and isinstance(aug.op, ast.Mult | ast.Div)
-            and "loss" in file.source.segment(aug.target).lower()
-        ):
-            return True
-    # The counter advances inside an inner loop, or a trainer's own step divides.
-    return any("loss" not in file.source.segment(back.node).lower() for back in window.backwards)
+            and "loss" in file.segment(aug.target).lower()
+            for aug in file.of(ast.AugAssign)
+        )
+        # The counter advances inside an inner loop, or a trainer's own step divides.
+        or any("loss" not in file.segment(back.node).lower() for back in window.backwards)
+    )
 
 
 class AccumulationTailDropped(Rule):
@@ -89,21 +78,16 @@ class AccumulationTailDropped(Rule):
 
     fix = "also step at the last batch (`or i + 1 == len(loader)`), divided by the microbatches that it really has"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
+        last_turn = r"\blen\(|\blast|\bor\b.*==|final|is_end|end_of|num_batches|n_batches|steps_per_epoch"
         for window in file.windows:
-            if not isinstance(window.loop, ast.For) or not _counts_per_epoch(file, window):
+            if not _counts_per_epoch(file, window) or re.search(last_turn, file.segment(window.gate.node)):
                 continue
-            test = file.source.segment(window.gate.node)
-            if re.search(r"\blen\(|\blast|\bor\b.*==|final|is_end|end_of|num_batches|n_batches|steps_per_epoch", test):
-                continue
-            after = [
-                one for one in window.events
-                if one.kind in ("step", "scaler-step") and window.loop not in one.ctx.loops
-                and one.place > window.steps[-1].place
-            ]  # fmt: skip
-            if not after:
-                where = file.source.statement(window.modulo)
-                yield self.found(file, where, "the last incomplete window of the loader is never applied")
+            end = window.steps[-1].place
+            behind = [one for one in window.events if one.kind in STEPS and one.place > end]
+            if all(window.loop in one.ctx.loops for one in behind):
+                where = file.statement(window.modulo)
+                yield hit(where, "the last incomplete window of the loader is never applied")
 
 
 def _counts_per_epoch(file: Checked, window: Window) -> bool:
@@ -112,9 +96,7 @@ def _counts_per_epoch(file: Checked, window: Window) -> bool:
     A counter that goes on over epochs loses nothing: the window goes on too.
     """
     loop = window.loop
-    if not isinstance(loop, ast.For) or (
-        not file.names.is_loader(loop.iter) and "enumerate(" not in file.source.segment(loop.iter)
-    ):
+    if not isinstance(loop, ast.For) or (not file.is_loader(loop.iter) and "enumerate(" not in file.segment(loop.iter)):
         return False
     counters = {node.id for node in ast.walk(window.modulo.left) if isinstance(node, ast.Name)}
     if counters & {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}:
@@ -122,7 +104,7 @@ def _counts_per_epoch(file: Checked, window: Window) -> bool:
     around = window.steps[0].ctx.loops
     outer = around[around.index(loop) - 1] if around.index(loop) else None
     return outer is not None and any(
-        file.source.inside(stmt, outer) and not file.source.inside(stmt, loop)
+        file.inside(stmt, outer) and not file.inside(stmt, loop)
         for name in counters
         for stmt, _ in file.names.bound.get((window.steps[0].ctx.function, name), [])
     )
@@ -146,57 +128,39 @@ class AccumulationOffByOne(Rule):
     level = "error"
     fix = "(i + 1) % n == 0"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         for window in file.windows:
-            counter = window.modulo.left
-            node = _comparison(source, window.modulo)
-            if not isinstance(counter, ast.Name) or literal(window.every) == 1 or node is None:
+            counter, test = window.modulo.left, file.parent[window.modulo]
+            if not isinstance(counter, ast.Name) or not isinstance(test, ast.Compare) or literal(window.every) == 1:
                 continue
-            start = _starts_at(file, window, counter.id)
-            if start != 0 or literal(node.comparators[0]) != 0 or not isinstance(node.ops[0], ast.Eq):
-                continue
-            where = next((up for up in source.above(node) if isinstance(up, ast.stmt)), node)
-            yield self.found(
-                file, where, f"{counter.id} starts at 0: the first window holds one microbatch",
-                replace(source, counter, f"({counter.id} + 1)"),
-            )  # fmt: skip
+            gate = [type(op) for op in test.ops], literal(test.comparators[0])
+            if gate == ([ast.Eq], 0) and _starts_at(file, window, counter.id) == 0:
+                edit = replace(file, counter, f"({counter.id} + 1)")
+                why = f"{counter.id} starts at 0: the first window holds one microbatch"
+                yield hit(file.statement(test), why, edit)
 
 
-def _comparison(source: Source, modulo: ast.BinOp) -> ast.Compare | None:
-    up = source.parent[modulo]
-    return up if isinstance(up, ast.Compare) and len(up.ops) == 1 else None
-
-
-def _starts_at(file: Checked, window: Window, counter: str) -> int | None:
+def _starts_at(file: Checked, window: Window, counter: str) -> object:
     """The counter's first value: of enumerate, or of a sum that begins with it (`ni = i + len(loader) * epoch`)."""
     loop = window.loop
-    if (
-        not isinstance(loop, ast.For)
-        or not isinstance(loop.target, ast.Tuple)
-        or not isinstance(loop.target.elts[0], ast.Name)
-    ):
+    if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Tuple):
         return None
-    for call in ast.walk(loop.iter):
-        if isinstance(call, ast.Call) and last(file.source.name(call.func)) == "enumerate":
-            start = keyword(call, "start", 1)
-            first = 0 if start is None else literal(start)
-            own = loop.target.elts[0].id
-            if own == counter:
-                changed = any(
-                    isinstance(aug.target, ast.Name) and aug.target.id == counter
-                    for aug in file.source.of(ast.AugAssign)
-                    if file.source.inside(aug, loop)
-                )  # fmt: skip
-                return first if isinstance(first, int) and not changed else None
-            for stmt, value in file.names.bound.get((window.events[0].ctx.function, counter), []):
-                inside = file.source.inside(stmt, loop)
-                plus = (
-                    isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and isinstance(value.left, ast.Name)
-                )
-                if inside and plus and value.left.id == own and literal(value.right) is ...:  # type: ignore[attr-defined]
-                    return first if isinstance(first, int) else None
-    return None
+    own = file.segment(loop.target.elts[0])
+    named = (one for one in ast.walk(loop.iter) if isinstance(one, ast.Call))
+    call = next((one for one in named if last(file.name(one.func)) == "enumerate"), None)
+    if call is None:
+        return None
+    if own == counter:
+        changed = (aug for aug in file.of(ast.AugAssign) if file.inside(aug, loop))
+        fits = all(file.segment(aug.target) != counter for aug in changed)
+    else:
+        fits = any(
+            file.inside(stmt, loop) and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+            and file.segment(value.left) == own and literal(value.right) is ...
+            for stmt, value in file.names.bound.get((window.events[0].ctx.function, counter), [])
+        )  # fmt: skip
+    start = keyword(call, "start", 1)
+    return None if not fits else 0 if start is None else literal(start)
 
 
 class ClipEveryMicrobatch(Rule):
@@ -217,13 +181,11 @@ class ClipEveryMicrobatch(Rule):
     level = "error"
     fix = "clip once, in the branch that steps"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         for window in file.windows:
-            for event in window.events:
-                inside = event.kind == "clip" and window.loop in event.ctx.loops
-                gated = any(test.node is window.gate.node for test in event.ctx.tests)
-                if inside and not gated and not all(exclusive(event, step) for step in window.steps):
-                    yield self.found(file, event.node, "clipped at every microbatch, applied only at some")
+            for event in window.ungated("clip"):
+                if not all(exclusive(event, step) for step in window.steps):
+                    yield hit(event.node, "clipped at every microbatch, applied only at some")
 
 
 class NoSyncWithoutForward(Rule):
@@ -241,18 +203,17 @@ class NoSyncWithoutForward(Rule):
 
     fix = "put the forward inside no_sync() too"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         quiet = {"backward", "scale", "item", "detach", "update", "append", "mean", "sum", "float", "print", "div"}
-        for block in source.of(ast.With):
+        for block in file.of(ast.With):
             entered = [one.context_expr.func for one in block.items if isinstance(one.context_expr, ast.Call)]
             if not any(isinstance(one, ast.Attribute) and one.attr == "no_sync" for one in entered):
                 continue
             calls = [node for stmt in block.body for node in ast.walk(stmt) if isinstance(node, ast.Call)]
-            words = [last(source.name(one.func)) or getattr(one.func, "attr", "") for one in calls]
+            words = [last(file.name(one.func)) or getattr(one.func, "attr", "") for one in calls]
             backs = [one for one, word in zip(calls, words) if word == "backward"]
             if backs and quiet.issuperset(words) and not any(one.args for one in backs):
-                yield self.found(file, block, "the forward is outside of no_sync(): DDP reduces all the same")
+                yield hit(block, "the forward is outside of no_sync(): DDP reduces all the same")
 
 
 class AccumulationWithoutNoSync(Rule):
@@ -273,16 +234,12 @@ class AccumulationWithoutNoSync(Rule):
 
     fix = "run forward and backward of all but the last microbatch in model.no_sync()"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         if not file.windows or not file.uses("ddp") or file.uses("accelerator", "fsdp"):
             return
-        if file.calls("no_sync") or re.search(r"require_backward_grad_sync|delay_allreduce", file.source.text):
+        if file.calls("no_sync") or re.search(r"require_backward_grad_sync|delay_allreduce", file.text):
             return
+        why = "every microbatch is reduced over all ranks; one reduction per update is enough"
         for window in file.windows:
-            if any(one.how == "managed" for one in window.backwards) or literal(window.every) == 1:
-                continue
-            yield self.found(
-                file,
-                window.backwards[-1].node,
-                "every microbatch is reduced over all ranks; one reduction per update is enough",
-            )
+            if literal(window.every) != 1 and not any(one.how == "managed" for one in window.backwards):
+                yield hit(window.backwards[-1].node, why)

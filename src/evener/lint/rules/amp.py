@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
 from evener.lint.events import dominates, exclusive
 from evener.lint.names import in_checkpoint
-from evener.lint.rule import Checked, Finding, Rule, insert_after, insert_before, replace
-from evener.lint.source import keyword, last
+from evener.lint.rule import Checked, Hits, Rule, hit, insert_after, insert_before, replace
+from evener.lint.source import keyword, last, method
 
 
 class ClipBeforeUnscale(Rule):
@@ -31,31 +30,21 @@ class ClipBeforeUnscale(Rule):
     level = "error"
     fix = "call scaler.unscale_(optimizer) before clipping"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for events in file.events:
-            for clip in (one for one in events if one.kind == "clip"):
-                before = [one for one in events if one.place < clip.place and not exclusive(one, clip)]
-                scaled = [one for one in before if one.kind == "backward" and one.how == "scaled"]
-                others = [one for one in before if one.kind == "backward" and one.how != "scaled"]
-                if not scaled or any(dominates(one, clip) and one.place > scaled[-1].place for one in others):
-                    continue
-                if any(one.kind == "unscale" for one in before):
-                    continue
-                step = next((one for one in events if one.kind == "scaler-step" and not exclusive(one, clip)), None)
-                # A clip of the step before, at the top of the loop, is not of this update.
-                if step is None or step.place < clip.place:
-                    continue
-                edit = None
-                always = all(any(test == own for own in clip.ctx.tests) for test in step.ctx.tests)
-                if always or {t.text for t in scaled[-1].ctx.tests} <= {t.text for t in clip.ctx.tests}:
-                    code = f"{step.how}.unscale_({step.on})"
-                    edit = insert_before(file.source, file.source.statement(clip.node), code)
-                yield self.found(
-                    file,
-                    clip.node,
-                    "the gradients are clipped while they carry the loss scale",
-                    *([edit] if edit else []),
-                )
+    def check(self, file: Checked) -> Hits:
+        for clip, before, after in file.moments("clip"):
+            backs = [one for one in before if one.kind == "backward"]
+            scaled = [one for one in backs if one.how == "scaled"]
+            step = next((one for one in after if one.kind == "scaler-step"), None)
+            # Behind a step, at the top of the loop, it is the clip of another update.
+            if step is None or not scaled or any(one.kind in ("unscale", "scaler-step") for one in before):
+                continue
+            if any(one.how != "scaled" and dominates(one, clip) and one.place > scaled[-1].place for one in backs):
+                continue
+            edit = None
+            always = set(step.ctx.tests) <= set(clip.ctx.tests)
+            if always or {t.text for t in scaled[-1].ctx.tests} <= {t.text for t in clip.ctx.tests}:
+                edit = insert_before(file, file.statement(clip.node), f"{step.how}.unscale_({step.on})")
+            yield hit(clip.node, "the gradients are clipped while they carry the loss scale", edit)
 
 
 class UnscaleEveryMicrobatch(Rule):
@@ -78,17 +67,12 @@ class UnscaleEveryMicrobatch(Rule):
     level = "error"
     fix = "move unscale_ into the branch that steps"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         for window in file.windows:
-            for event in window.events:
-                inside = event.kind == "unscale" and window.loop in event.ctx.loops
-                if (
-                    inside
-                    and not any(test.node is window.gate.node for test in event.ctx.tests)
-                    and not any(exclusive(event, step) for step in window.steps if step.kind == "scaler-step")
-                    and any(step.kind == "scaler-step" for step in window.steps)
-                ):
-                    yield self.found(file, event.node, "unscale_ runs at every microbatch, scaler.step only at some")
+            steps = [step for step in window.steps if step.kind == "scaler-step"]
+            for event in window.ungated("unscale") if steps else ():
+                if not any(exclusive(event, step) for step in steps):
+                    yield hit(event.node, "unscale_ runs at every microbatch, scaler.step only at some")
 
 
 class UnscaledBackward(Rule):
@@ -109,20 +93,15 @@ class UnscaledBackward(Rule):
     level = "error"
     fix = "scaler.scale(loss).backward()"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for events in file.events:
-            for step in (one for one in events if one.kind == "scaler-step"):
-                before = [
-                    one for one in events
-                    if one.kind == "backward" and one.place < step.place and not exclusive(one, step)
-                ]  # fmt: skip
-                if not before or any(one.how != "plain" for one in before):
-                    continue
-                back = before[-1].node
-                if "scale" in file.source.segment(back) or back.args or not isinstance(back.func, ast.Attribute):
-                    continue
-                edit = replace(file.source, back.func.value, f"{step.how}.scale({file.source.exact(back.func.value)})")
-                yield self.found(file, back, f"{step.how}.step divides by a scale that this backward never had", edit)
+    def check(self, file: Checked) -> Hits:
+        for step, before, _ in file.moments("scaler-step"):
+            backs = [one for one in before if one.kind == "backward"]
+            if not backs or any(one.how != "plain" for one in backs):
+                continue
+            back, loss = backs[-1].node, backs[-1].owner
+            if "scale" not in file.segment(back) and not back.args:
+                edit = replace(file, loss, f"{step.how}.scale({file.exact(loss)})")
+                yield hit(back, f"{step.how}.step divides by a scale that this backward never had", edit)
 
 
 class UnscaledStepWithScaler(Rule):
@@ -142,34 +121,22 @@ class UnscaledStepWithScaler(Rule):
     level = "error"
     fix = "scaler.step(optimizer)"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for events in file.events:
-            scaler_steps = [one for one in events if one.kind == "scaler-step"]
-            for step in (one for one in events if one.kind == "step"):
-                before = [one for one in events if one.place < step.place and not exclusive(one, step)]
-                backs = [one for one in before if one.kind == "backward" and one.ctx.loops == step.ctx.loops]
-                unscaled = [
-                    one for one in before if one.kind == "unscale" and one.on == step.on and dominates(one, step)
-                ]
-                if any(one.on == step.on and not exclusive(one, step) for one in scaler_steps):
-                    continue
-                if unscaled:
-                    scaler: str | None = unscaled[-1].how
-                elif backs and all(one.how == "scaled" for one in backs) and dominates(backs[-1], step):
-                    scaler = _scaler_of(file, backs[-1].node)
-                else:
-                    continue
-                updated = any(one.kind == "update" for one in events) and scaler and len(step.node.args) < 2
-                edits = (replace(file.source, step.node, f"{scaler}.step({step.on})"),) if updated else ()
-                why = "the loss was scaled, and this step does not go through the scaler"
-                yield self.found(file, step.node, why, *edits)
-
-
-def _scaler_of(file: Checked, backward: ast.Call) -> str | None:
-    for call in ast.walk(backward):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "scale":
-            return file.source.segment(call.func.value)
-    return None
+    def check(self, file: Checked) -> Hits:
+        for step, before, after in file.moments("step"):
+            if any(one.kind == "scaler-step" and one.on == step.on for one in before + after):
+                continue
+            backs = [one for one in before if one.kind == "backward" and one.ctx.loops == step.ctx.loops]
+            unscaled = [one for one in before if one.kind == "unscale" and one.on == step.on and dominates(one, step)]
+            if unscaled:
+                scaler = unscaled[-1].how
+            elif backs and all(one.how == "scaled" for one in backs) and dominates(backs[-1], step):
+                calls = (method(one, "scale") for one in ast.walk(backs[-1].node))
+                scaler = next((file.segment(one.value) for one in calls if one), "")
+            else:
+                continue
+            updated = any(one.kind == "update" for one in before + after) and scaler and len(step.node.args) < 2
+            edit = replace(file, step.node, f"{scaler}.step({step.on})") if updated else None
+            yield hit(step.node, "the loss was scaled, and this step does not go through the scaler", edit)
 
 
 class ScalerNotUpdated(Rule):
@@ -188,19 +155,12 @@ class ScalerNotUpdated(Rule):
     level = "error"
     fix = "call scaler.update() after the step"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        updated = {
-            file.source.segment(call.func.value)
-            for call in file.source.of(ast.Call)
-            if isinstance(call.func, ast.Attribute) and call.func.attr == "update"
-        }
-        for events in file.events:
-            for step in (one for one in events if one.kind == "scaler-step"):
-                owner = step.node.func.value if isinstance(step.node.func, ast.Attribute) else step.node.func
-                if not file.names.holds(owner, "scaler") or step.how in updated or not step.ctx.loops:
-                    continue
-                edit = insert_after(file.source, file.source.statement(step.node), f"{step.how}.update()")
-                yield self.found(file, step.node, f"{step.how}.update() is never called", *([edit] if edit else []))
+    def check(self, file: Checked) -> Hits:
+        updated = {file.segment(func.value) for _, func in file.methods("update")}
+        for step, _, _ in file.moments("scaler-step"):
+            if file.holds(step.owner, "scaler") and step.how not in updated and step.ctx.loops:
+                edit = insert_after(file, file.statement(step.node), f"{step.how}.update()")
+                yield hit(step.node, f"{step.how}.update() is never called", edit)
 
 
 class ScalerNotSaved(Rule):
@@ -218,40 +178,29 @@ class ScalerNotSaved(Rule):
     in_tests = False
     fix = 'save "scaler": scaler.state_dict() too, and load it on resume'
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        if not file.uses("scaler") and not re.search(r"\bamp\.(initialize|scale_loss)\b", file.source.text):
+    def check(self, file: Checked) -> Hits:
+        if not file.uses("scaler") and not re.search(r"\bamp\.(initialize|scale_loss)\b", file.text):
             return
-        if file.project.uses(file.source.path, "accelerator"):
+        if file.uses("accelerator") or re.search(r"scaler\w*(\(\))?\.state_dict\(|amp\.state_dict\(", file.text):
             return
-        if any("scaler" in one.saved for one in file.project.related(file.source.path)) or _scaler_state(file):
+        if any("scaler" in one.saved for one in file.project.related(file.path)):
             return
-        for call in file.source.of(ast.Call):
-            dotted = file.source.name(call.func)
-            if dotted not in ("torch.save", "torch.distributed.checkpoint.save") or not call.args:
-                continue
-            held = set(in_checkpoint(file.names, call.args[0])) | _from_callers(file, call)
+        for call in file.calls_of("torch.save", "torch.distributed.checkpoint.save"):
+            held = set(in_checkpoint(file.names, call.args[0])) | _from_callers(file, call) if call.args else set()
             if "optimizer" in held and "scaler" not in held:
-                yield self.found(file, call, "the optimizer's state is saved, the loss scaler's is not")
-
-
-def _scaler_state(file: Checked) -> bool:
-    return bool(re.search(r"scaler\w*(\(\))?\.state_dict\(|amp\.state_dict\(", file.source.text))
+                yield hit(call, "the optimizer's state is saved, the loss scaler's is not")
 
 
 def _from_callers(file: Checked, call: ast.Call) -> set[str]:
     """What a parameter holds that is saved as it is: the dicts that this file's other functions pass in."""
-    source, saved = file.source, call.args[0]
-    function = source.function(call)
-    if function is None or not isinstance(saved, ast.Name) or saved.id not in source.params[function]:
+    saved, function = call.args[0], file.function(call)
+    if function is None or not isinstance(saved, ast.Name) or saved.id not in file.params[function]:
         return _dataclass(file, saved)
-    position = (
-        [arg.arg for arg in function.args.args].index(saved.id)
-        if saved.id in [a.arg for a in function.args.args]
-        else 0
-    )
+    names = [arg.arg for arg in function.args.args]
+    position = names.index(saved.id) if saved.id in names else 0
     held: set[str] = set()
-    for other in source.of(ast.Call):
-        if last(source.name(other.func)) == function.name:
+    for other in file.of(ast.Call):
+        if last(file.name(other.func)) == function.name:
             passed = keyword(other, saved.id, position)
             held |= set(in_checkpoint(file.names, passed)) if passed is not None else set()
     return held
@@ -259,14 +208,11 @@ def _from_callers(file: Checked, call: ast.Call) -> set[str]:
 
 def _dataclass(file: Checked, saved: ast.expr) -> set[str]:
     """asdict(Snapshot(model_state=..., optimizer_state=...))"""
-    if isinstance(saved, ast.Call) and last(file.source.name(saved.func)) == "asdict" and saved.args:
+    if isinstance(saved, ast.Call) and last(file.name(saved.func)) == "asdict" and saved.args:
         saved = saved.args[0]
-    made = [value for _, value in file.names.values(saved)] if isinstance(saved, ast.Name) else [saved]
     held = set()
-    for one in made:
-        if isinstance(one, ast.Call) and last(file.source.name(one.func))[:1].isupper():
-            for argument in one.keywords:
-                text = file.source.segment(argument.value)
-                if "state_dict" in text:
-                    held |= {word for word in ("optimizer", "scaler") if word in text}
+    for one in [value for _, value in file.values(saved)] if isinstance(saved, ast.Name) else [saved]:
+        if isinstance(one, ast.Call) and last(file.name(one.func))[:1].isupper():
+            texts = [file.segment(argument.value) for argument in one.keywords]
+            held |= {word for word in ("optimizer", "scaler") for t in texts if "state_dict" in t and word in t}
     return held

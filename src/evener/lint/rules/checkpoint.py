@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
 from evener.lint.names import entries, in_checkpoint
-from evener.lint.rule import Checked, Finding, Rule, add_argument
+from evener.lint.rule import Checked, Hits, Rule, add_argument, hit
 from evener.lint.source import keyword, literal
 
 CHECKPOINT = ("torch.utils.checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint_sequential")
@@ -25,14 +24,11 @@ class CheckpointUseReentrant(Rule):
 
     fix = "use_reentrant=False"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            if file.source.name(call.func) in CHECKPOINT and call.args:
-                if not any(one.arg in (None, "use_reentrant") for one in call.keywords):
-                    edit = add_argument(file.source, call, "use_reentrant=False")
-                    yield self.found(
-                        file, call, "the reentrant default drops gradients where the input needs none", edit
-                    )
+    def check(self, file: Checked) -> Hits:
+        why = "the reentrant default drops gradients where the input needs none"
+        for call in file.calls_of(*CHECKPOINT):
+            if call.args and not any(one.arg in (None, "use_reentrant") for one in call.keywords):
+                yield hit(call, why, add_argument(file, call, "use_reentrant=False"))
 
 
 class CheckpointCalledEarly(Rule):
@@ -49,22 +45,18 @@ class CheckpointCalledEarly(Rule):
     level = "error"
     fix = "wrap with checkpoint_wrapper(module), or call checkpoint in forward"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for assign in file.source.of(ast.Assign):
-            call = assign.value
-            if not isinstance(call, ast.Call) or file.source.name(call.func) != CHECKPOINT[0] or len(call.args) != 1:
+    def check(self, file: Checked) -> Hits:
+        known = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"}
+        for call in file.calls_of(CHECKPOINT[0]):
+            assign = file.parent[call]
+            if not isinstance(assign, ast.Assign) or len(call.args) != 1 or {one.arg for one in call.keywords} - known:
                 continue
-            known = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"}
-            inputs = [one for one in call.keywords if one.arg not in known]
-            module = isinstance(call.args[0], ast.Attribute | ast.Subscript)
-            if isinstance(assign.targets[0], ast.Attribute | ast.Subscript) and module and not inputs:
-                yield self.found(file, call, "checkpoint() calls the module at once, without inputs")
+            if all(isinstance(one, ast.Attribute | ast.Subscript) for one in (assign.targets[0], call.args[0])):
+                yield hit(call, "checkpoint() calls the module at once, without inputs")
 
 
-def loads(file: Checked) -> Iterator[ast.Call]:
-    for call in file.source.of(ast.Call):
-        if file.source.name(call.func) == "torch.load" and not any(one.arg is None for one in call.keywords):
-            yield call
+def loads(file: Checked) -> list[ast.Call]:
+    return [call for call in file.calls_of("torch.load") if not any(one.arg is None for one in call.keywords)]
 
 
 class LoadNeedsWeightsOnly(Rule):
@@ -84,36 +76,29 @@ class LoadNeedsWeightsOnly(Rule):
     in_tests = False
     fix = "save vars(args) or plain values; weights_only=False only for files that you trust"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        own = file.project.files[file.source.path].saved  # a file that saves loads what it saves
-        related = [] if own else file.project.related(file.source.path)
+    def check(self, file: Checked) -> Hits:
+        own = file.project.files[file.path].saved  # a file that saves loads what it saves
+        related = [] if own else file.project.related(file.path)
         held = own.union(*(one.saved for one in related)) & {"args", "numpy"}
-        if not held:
-            return
         what = "a Namespace or configuration object" if "args" in held else "numpy values"
-        for call in loads(file):
-            if (
-                keyword(call, "weights_only") is None
-                and keyword(call, "pickle_module") is None
-                and self._keyed(file, call)
-            ):
-                yield self.found(
-                    file, call, f"the checkpoints saved here hold {what}: weights_only=True (the default) refuses them"
-                )
+        for call in loads(file) if held else ():
+            given = keyword(call, "weights_only") or keyword(call, "pickle_module")
+            if given is None and self._keyed(file, call):
+                yield hit(call, f"the checkpoints saved here hold {what}: weights_only=True (the default) refuses them")
 
     def _keyed(self, file: Checked, call: ast.Call) -> bool:
         """The result is used as a checkpoint: looked into by the name of a part. Plain weights are not."""
-        up = file.source.parent[call]
+        up = file.parent[call]
         if isinstance(up, ast.Subscript):
             return isinstance(literal(up.slice), str)
-        paths = [call.args[0], *(value for _, value in file.names.values(call.args[0]))] if call.args else []
-        if any(isinstance(path := literal(one), str) and file.source.text.count(path) < 2 for one in paths):
+        paths = [call.args[0], *(value for _, value in file.values(call.args[0]))] if call.args else []
+        if any(isinstance(path := literal(one), str) and file.text.count(path) < 2 for one in paths):
             return False  # weights from elsewhere: nothing here writes a file of this name
         if not isinstance(up, ast.Assign) or not isinstance(up.targets[0], ast.Name | ast.Attribute):
             return False
-        text = re.escape(file.source.segment(up.targets[0]))
+        text = re.escape(file.segment(up.targets[0]))
         part = r"""(["']\w+["']|\w*key\w*)"""
-        return bool(re.search(rf"\b{text}(\[|\.get\(|\.pop\(){part}|{part} (not )?in {text}\b", file.source.text))
+        return bool(re.search(rf"\b{text}(\[|\.get\(|\.pop\(){part}|{part} (not )?in {text}\b", file.text))
 
 
 class LoadNoMapLocation(Rule):
@@ -130,17 +115,11 @@ class LoadNoMapLocation(Rule):
     in_tests = False
     fix = 'map_location="cpu", or this rank\'s device'
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        if not any("ddp" in file.names._made(call) for call in file.source.of(ast.Call)):
-            return
-        for call in loads(file):
-            if keyword(call, "map_location", 1) is None and not file.names.guard(file.source.at(call)):
-                yield self.found(
-                    file,
-                    call,
-                    "every rank loads onto the GPU that saved: GPU 0",
-                    add_argument(file.source, call, 'map_location="cpu"'),
-                )
+    def check(self, file: Checked) -> Hits:
+        for call in loads(file) if file.making("ddp") else ():
+            if keyword(call, "map_location", 1) is None and not file.guard(call):
+                edit = add_argument(file, call, 'map_location="cpu"')
+                yield hit(call, "every rank loads onto the GPU that saved: GPU 0", edit)
 
 
 class HalfResumeCheckpoint(Rule):
@@ -155,20 +134,14 @@ class HalfResumeCheckpoint(Rule):
 
     fix = "save fp32 weights in the file that is resumed from; round in an export"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            if file.source.name(call.func) != "torch.save" or not call.args:
-                continue
-            if "optimizer" not in set(in_checkpoint(file.names, call.args[0])):
+    def check(self, file: Checked) -> Hits:
+        for call in file.calls_of("torch.save"):
+            if not call.args or "optimizer" not in set(in_checkpoint(file.names, call.args[0])):
                 continue
             for key, value in entries(file.names, call.args[0]):
-                if (
-                    re.search(r"\.half\(\)|\.to\(torch\.float16\)|\.bfloat16\(\)", file.source.segment(value))
-                    and key != "ema"
-                ):
-                    yield self.found(
-                        file, value, f"{key!r} is rounded to half precision in a file that is resumed from"
-                    )
+                halved = re.search(r"\.half\(\)|\.to\(torch\.float16\)|\.bfloat16\(\)", file.segment(value))
+                if halved and key != "ema":
+                    yield hit(value, f"{key!r} is rounded to half precision in a file that is resumed from")
 
 
 class SaveWholeModule(Rule):
@@ -185,20 +158,15 @@ class SaveWholeModule(Rule):
 
     fix = "save model.state_dict()"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            if file.source.name(call.func) != "torch.save" or len(call.args) < 2:
-                continue
-            saved = call.args[0]
+    def check(self, file: Checked) -> Hits:
+        for call in file.calls_of("torch.save"):
+            saved = call.args[0] if len(call.args) > 1 else None
             if isinstance(saved, ast.Attribute) and saved.attr == "module":
                 saved = saved.value
             if not isinstance(saved, ast.Name | ast.Attribute):
                 continue
-            text = re.escape(file.source.segment(saved))
-            used = re.search(
-                rf"\b{text}(\.module)?\.(train|eval|parameters|named_parameters|zero_grad)\(", file.source.text
-            )
-            if used and not any(
-                "state_dict" in file.source.segment(v) or isinstance(v, ast.Dict) for _, v in file.names.values(saved)
-            ):
-                yield self.found(file, call, "the module object is pickled; torch.load refuses it by default")
+            text = re.escape(file.segment(saved))
+            used = re.search(rf"\b{text}(\.module)?\.(train|eval|parameters|named_parameters|zero_grad)\(", file.text)
+            values = [value for _, value in file.values(saved)]
+            if used and not any(isinstance(one, ast.Dict) or "state_dict" in file.segment(one) for one in values):
+                yield hit(call, "the module object is pickled; torch.load refuses it by default")

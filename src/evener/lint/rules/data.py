@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from evener.lint.names import loops_over_epochs
-from evener.lint.rule import Checked, Edit, Finding, Rule, add_argument, indent_of, newline, remove_argument
+from evener.lint.rule import Checked, Edit, Hits, Rule, add_argument, hit, indent_of, newline, remove_argument
 from evener.lint.source import hides_arguments, keyword, last, literal
 
 HELD_OUT = re.compile(
@@ -19,16 +19,16 @@ TRAINED = re.compile(r"train|\btr_", re.I)
 
 def samplers(file: Checked) -> Iterator[ast.Call]:
     """Every DistributedSampler that is made, subclasses of the same name in other libraries too."""
-    for call in file.source.of(ast.Call):
-        if last(file.source.name(call.func)) == "DistributedSampler" and file.names.holds(call, "sampler"):
+    for call in file.of(ast.Call):
+        if last(file.name(call.func)) == "DistributedSampler" and file.holds(call, "sampler"):
             yield call
 
 
 def name_of(file: Checked, node: ast.AST) -> str:
     """What the value is bound to: `val_sampler = ...`, or the keyword it is given to."""
-    for up in file.source.above(node):
+    for up in file.above(node):
         if isinstance(up, ast.Assign):
-            return file.source.segment(up.targets[0])
+            return file.segment(up.targets[0])
         if isinstance(up, ast.stmt):
             break
     return ""
@@ -51,7 +51,7 @@ class SamplerNoSetEpoch(Rule):
     in_tests = False
     fix = "call sampler.set_epoch(epoch) at the start of every epoch"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         if file.calls("set_epoch") or file.uses("accelerator"):
             return
         for call in samplers(file):
@@ -59,13 +59,13 @@ class SamplerNoSetEpoch(Rule):
             if hides_arguments(call) or (shuffle is not None and literal(shuffle) is not True):
                 continue
             bound = name_of(file, call)
-            about = bound + " " + (file.source.segment(call.args[0]) if call.args else "")
+            about = bound + " " + (file.segment(call.args[0]) if call.args else "")
             if HELD_OUT.search(about) and not TRAINED.search(about):
                 continue
-            function = file.source.function(call)
+            function = file.function(call)
             loops = [
                 loop for loop in file.source.loops()
-                if file.source.function(loop) is function and loops_over_epochs(file.names, loop)
+                if file.function(loop) is function and loops_over_epochs(file.names, loop)
             ]  # fmt: skip
             if not loops and not file.uses("epoch loop"):
                 continue
@@ -78,11 +78,11 @@ class SamplerNoSetEpoch(Rule):
                 and isinstance(after[0].target, ast.Name)
             ):
                 loop = after[0]
-                if file.source.at(call).tests == file.source.at(loop).tests and loop.body[0].lineno > loop.lineno:
-                    at = file.source.starts[loop.body[0].lineno - 1]
-                    indent = indent_of(file.source, loop.body[0])
-                    edits = [Edit(at, at, f"{indent}{bound}.set_epoch({after[0].target.id}){newline(file.source)}")]
-            yield self.found(file, call, "set_epoch is called nowhere: every epoch has the same order", *edits)
+                if file.at(call).tests == file.at(loop).tests and loop.body[0].lineno > loop.lineno:
+                    at = file.starts[loop.body[0].lineno - 1]
+                    indent = indent_of(file, loop.body[0])
+                    edits = [Edit(at, at, f"{indent}{bound}.set_epoch({after[0].target.id}){newline(file)}")]
+            yield hit(call, "set_epoch is called nowhere: every epoch has the same order", *edits)
 
 
 class SamplerRankSeed(Rule):
@@ -99,17 +99,15 @@ class SamplerRankSeed(Rule):
     level = "error"
     fix = "give every rank the same seed"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         for call in samplers(file):
             seed = keyword(call, "seed", 4)
-            if seed is None or not any(
-                file.names.is_rank(node) for node in ast.walk(seed) if isinstance(node, ast.expr)
-            ):
+            if seed is None or not any(file.is_rank(node) for node in ast.walk(seed) if isinstance(node, ast.expr)):
                 continue
-            edit = remove_argument(file.source, call, seed)
-            if isinstance(seed, ast.BinOp) and isinstance(seed.op, ast.Add) and file.names.is_rank(seed.right):
-                edit = Edit(file.source.span(seed.left)[1], file.source.span(seed)[1], "")
-            yield self.found(file, call, "the seed differs by rank: shares overlap, and rows are missed", edit)
+            edit = remove_argument(file, call, seed)
+            if isinstance(seed, ast.BinOp) and isinstance(seed.op, ast.Add) and file.is_rank(seed.right):
+                edit = Edit(file.span(seed.left)[1], file.span(seed)[1], "")
+            yield hit(call, "the seed differs by rank: shares overlap, and rows are missed", edit)
 
 
 class DdpLoaderNoSampler(Rule):
@@ -128,30 +126,26 @@ class DdpLoaderNoSampler(Rule):
     in_tests = False
     fix = "sampler=DistributedSampler(dataset) instead of shuffle=True"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        here = [call for call in file.source.of(ast.Call) if "ddp" in file.names._made(call)]
+    def check(self, file: Checked) -> Hits:
+        here = [call for call in file.of(ast.Call) if "ddp" in file.made(call)]
         if (
             not here
             or file.uses("sampler", "accelerator", "fsdp")
             or file.calls("split_dataset_by_node", "random_split_by_rank")
         ):
             return
-        if any("Sampler" in alias for alias in file.source.aliases) or re.search(
-            r"Sampler\(|IterableDataset|\[rank::|shard\(", file.source.text
+        if any("Sampler" in alias for alias in file.aliases) or re.search(
+            r"Sampler\(|IterableDataset|\[rank::|shard\(", file.text
         ):
             return
-        for call in file.source.of(ast.Call):
-            if "loader" not in file.names._made(call) or hides_arguments(call):
+        for call in file.of(ast.Call):
+            if "loader" not in file.made(call) or hides_arguments(call):
                 continue
             if literal(keyword(call, "shuffle")) is True and not keyword(call, "batch_sampler"):
-                about = name_of(file, call) + " " + (file.source.segment(call.args[0]) if call.args else "")
-                one = file.names.guard(file.source.at(call)) or any(
-                    "dist" in test.text and not test.wanted for test in file.source.at(call).tests
-                )
+                about = name_of(file, call) + " " + (file.segment(call.args[0]) if call.args else "")
+                one = file.guard(call) or any("dist" in test.text and not test.wanted for test in file.at(call).tests)
                 if not one and not (HELD_OUT.search(about) and not TRAINED.search(about)):
-                    yield self.found(
-                        file, call, "every rank goes through all rows: the loader has no DistributedSampler"
-                    )
+                    yield hit(call, "every rank goes through all rows: the loader has no DistributedSampler")
 
 
 class EvalSamplerShuffles(Rule):
@@ -168,14 +162,14 @@ class EvalSamplerShuffles(Rule):
     in_tests = False
     fix = "shuffle=False"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         for call in samplers(file):
             shuffle = keyword(call, "shuffle", 3)
             if hides_arguments(call) or (shuffle is not None and literal(shuffle) is not True):
                 continue
             bound = name_of(file, call)
-            rows = file.source.segment(call.args[0]) if call.args else ""
-            function = file.source.function(call)
+            rows = file.segment(call.args[0]) if call.args else ""
+            function = file.function(call)
             about = f"{bound} {rows}"
             if not HELD_OUT.search(about) or TRAINED.search(about):
                 loader = function and re.search(
@@ -183,12 +177,8 @@ class EvalSamplerShuffles(Rule):
                 )
                 if function is None or not loader or TRAINED.search(about + function.name):
                     continue
-            edit = (
-                add_argument(file.source, call, "shuffle=False")
-                if shuffle is None
-                else Edit(*file.source.span(shuffle), "False")
-            )
-            yield self.found(file, call, "the validation sampler shuffles (the default) and repeats rows", edit)
+            edit = add_argument(file, call, "shuffle=False") if shuffle is None else Edit(*file.span(shuffle), "False")
+            yield hit(call, "the validation sampler shuffles (the default) and repeats rows", edit)
 
 
 class EvalMetricNotReduced(Rule):
@@ -212,20 +202,18 @@ class EvalMetricNotReduced(Rule):
     level = "hint"
     fix = "all_reduce the counts before dividing"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         if not file.uses("ddp") or not file.uses("sampler") or file.uses("collective", "accelerator"):
             return
         if file.calls("all_reduce", "all_gather", "reduce", "gather", "synchronize_between_processes"):
             return
-        for function in file.source.of(ast.FunctionDef):
+        for function in file.of(ast.FunctionDef):
             if not re.search(r"eval|valid|test", function.name):
                 continue
             counted = {
-                file.source.segment(aug.target) for aug in file.source.of(ast.AugAssign)
-                if file.source.function(aug) is function and file.source.at(aug).loops and isinstance(aug.op, ast.Add)
-                and re.search(r"correct|total|count|hits", file.source.segment(aug.target))
+                file.segment(aug.target) for aug in file.of(ast.AugAssign)
+                if file.function(aug) is function and file.at(aug).loops and isinstance(aug.op, ast.Add)
+                and re.search(r"correct|total|count|hits", file.segment(aug.target))
             }  # fmt: skip
             if counted:
-                yield self.found(
-                    file, function, f"{', '.join(sorted(counted))}: counted on this rank's share, never reduced"
-                )
+                yield hit(function, f"{', '.join(sorted(counted))}: counted on this rank's share, never reduced")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
 from evener.lint.names import SAME
-from evener.lint.rule import Checked, Edit, Finding, Rule, replace
+from evener.lint.rule import Checked, Edit, Hits, Rule, hit, replace
 from evener.lint.source import keyword, last, literal
 
 
@@ -27,36 +26,31 @@ class DdpForwardOnOneRank(Rule):
     level = "error"
     fix = "call model.module under no_grad, or let all ranks take part"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        names = file.names
-        for call in file.source.of(ast.Call):
-            if not isinstance(call.func, ast.Name | ast.Attribute) or "ddp" not in names.kinds(call.func):
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
+            if not isinstance(call.func, ast.Name | ast.Attribute) or "ddp" not in file.kinds(call.func):
                 continue
-            ctx = file.source.at(call)
-            if names.guard(ctx) != "one" or self._elsewhere(file, call):
+            ctx = file.at(call)
+            if file.guard(ctx) != "one" or self._elsewhere(file, call):
                 continue
             edits: tuple[Edit, ...] = ()
-            values = [value for stmt, value in names.values(call.func) if stmt.lineno < call.lineno][-1:]
-            if values and "ddp" not in names.kinds(values[0]):
+            values = [value for stmt, value in file.values(call.func) if stmt.lineno < call.lineno][-1:]
+            if values and "ddp" not in file.kinds(values[0]):
                 continue  # it was made anew, or unwrapped
-            if names.without_grad(call) and values:
-                edits = (replace(file.source, call.func, f"{file.source.exact(call.func)}.module"),)
-            yield self.found(
-                file,
-                call,
-                "the DDP model is called on one rank: it waits for the others in its buffers",
-                *edits,
-                unsafe=True,
+            if file.without_grad(call) and values:
+                edits = (replace(file, call.func, f"{file.exact(call.func)}.module"),)
+            yield hit(
+                call, "the DDP model is called on one rank: it waits for the others in its buffers", *edits, unsafe=True
             )
 
     def _elsewhere(self, file: Checked, call: ast.Call) -> bool:
         """The other ranks call it too, in their own branch."""
-        text = file.source.segment(call.func)
-        function = file.source.function(call)
+        text = file.segment(call.func)
+        function = file.function(call)
         return any(
-            file.source.segment(other.func) == text and file.names.guard(file.source.at(other)) == "others"
-            for other in file.source.of(ast.Call)
-            if file.source.function(other) is function
+            file.segment(other.func) == text and file.guard(other) == "others"
+            for other in file.of(ast.Call)
+            if file.function(other) is function
         )
 
 
@@ -76,37 +70,36 @@ class RequiresGradAfterDdp(Rule):
     level = "error"
     fix = "unfreeze before wrapping, or wrap again after it"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
-        wraps = [call for call in source.of(ast.Call) if "ddp" in file.names._made(call)]
+    def check(self, file: Checked) -> Hits:
+        wraps = [call for call in file.of(ast.Call) if "ddp" in file.made(call)]
         changed: list[tuple[ast.stmt | ast.expr, ast.expr]] = [
-            (stmt, stmt.targets[0].value) for stmt in source.of(ast.Assign)
+            (stmt, stmt.targets[0].value) for stmt in file.of(ast.Assign)
             if isinstance(stmt.targets[0], ast.Attribute) and stmt.targets[0].attr == "requires_grad"
             and literal(stmt.value) is True
         ]  # fmt: skip
         changed += [
-            (call, call.func.value) for call in source.of(ast.Call)
+            (call, call.func.value) for call in file.of(ast.Call)
             if isinstance(call.func, ast.Attribute) and call.func.attr == "requires_grad_"
             and (not call.args or literal(call.args[0]) is True)
         ]  # fmt: skip
         for where, target in changed:
             wrapped = [
-                wrap for wrap in wraps if source.function(wrap) is source.function(where) and wrap.lineno < where.lineno
+                wrap for wrap in wraps if file.function(wrap) is file.function(where) and wrap.lineno < where.lineno
             ]
             if wrapped and _of_model(file, where, target, wrapped[-1]):
                 again = any(wrap.lineno > where.lineno for wrap in wraps)
                 if not again:
-                    yield self.found(file, where, "unfrozen after DDP looked: these gradients are never averaged")
+                    yield hit(where, "unfrozen after DDP looked: these gradients are never averaged")
 
 
 def _of_model(file: Checked, where: ast.AST, target: ast.expr, wrap: ast.Call) -> bool:
     """The changed thing is a parameter of the wrapped model: p of `for p in model....parameters()`, or model.x."""
-    models = {file.source.segment(wrap.args[0])} if wrap.args else set()
-    stmt = file.source.statement(wrap)
+    models = {file.segment(wrap.args[0])} if wrap.args else set()
+    stmt = file.statement(wrap)
     if isinstance(stmt, ast.Assign):
-        models |= {file.source.segment(one) for one in stmt.targets}
-    texts = [file.source.segment(target)]
-    texts += [file.source.segment(loop.iter) for loop in file.source.at(where).loops if isinstance(loop, ast.For)]
+        models |= {file.segment(one) for one in stmt.targets}
+    texts = [file.segment(target)]
+    texts += [file.segment(loop.iter) for loop in file.at(where).loops if isinstance(loop, ast.For)]
     return any(re.match(rf"{re.escape(model)}(\.|$)", text) for model in models for text in texts)
 
 
@@ -125,33 +118,31 @@ class DdpModuleBypass(Rule):
     level = "error"
     fix = "call the DDP model itself"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        names, source = file.names, file.source
-        for call in source.of(ast.Call):
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
             func = call.func
-            if not (isinstance(func, ast.Attribute) and func.attr == "module") or "ddp" not in names.kinds(func.value):
+            if not (isinstance(func, ast.Attribute) and func.attr == "module") or "ddp" not in file.kinds(func.value):
                 continue
-            function = source.function(call)
+            function = file.function(call)
             backward = any(
                 event.kind == "backward" and event.place > (call.lineno, 0) and event.ctx.function is function
                 for events in file.events for event in events
             )  # fmt: skip
-            if not backward or names.without_grad(call) or names.guard(source.at(call)):
+            if not backward or file.without_grad(call) or file.guard(call):
                 continue
-            if any("eval" in test.text or "valid" in test.text for test in source.at(call).tests) or _detached(
+            if any("eval" in test.text or "valid" in test.text for test in file.at(call).tests) or _detached(
                 file, call
             ):
                 continue
-            yield self.found(
-                file,
+            yield hit(
                 call,
                 ".module goes around DDP: these gradients are not averaged",
-                replace(source, func, source.exact(func.value)),
+                replace(file, func, file.exact(func.value)),
             )
 
 
 def _detached(file: Checked, call: ast.Call) -> bool:
-    return any(isinstance(up, ast.Attribute) and up.attr == "detach" for up in file.source.above(call))
+    return any(isinstance(up, ast.Attribute) and up.attr == "detach" for up in file.above(call))
 
 
 class WrappedStateDict(Rule):
@@ -168,12 +159,11 @@ class WrappedStateDict(Rule):
     in_tests = False
     fix = "save model.module.state_dict()"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source, names = file.source, file.names
-        if re.search(r"""["']module\.["']|replace\(["']module|consume_prefix""", source.text):
+    def check(self, file: Checked) -> Hits:
+        if re.search(r"""["']module\.["']|replace\(["']module|consume_prefix""", file.text):
             return
-        for call in source.of(ast.Call):
-            if source.name(call.func) != "torch.save" or not call.args:
+        for call in file.of(ast.Call):
+            if file.name(call.func) != "torch.save" or not call.args:
                 continue
             for inner in ast.walk(call.args[0]):
                 if not (
@@ -183,21 +173,21 @@ class WrappedStateDict(Rule):
                 ):
                     continue
                 model = inner.func.value
-                if not isinstance(model, ast.Name | ast.Attribute) or names.kinds(model).isdisjoint({"ddp", "dp"}):
+                if not isinstance(model, ast.Name | ast.Attribute) or file.kinds(model).isdisjoint({"ddp", "dp"}):
                     continue
-                values = names.now(model)
+                values = file.now(model)
                 unwrapped = [v for _, v in values if isinstance(v, ast.Attribute) and v.attr == "module"]
-                wrapped = any(not names.kinds(value).isdisjoint({"ddp", "dp"}) for _, value in values)
-                if unwrapped or (names.values(model) and not wrapped):
+                wrapped = any(not file.kinds(value).isdisjoint({"ddp", "dp"}) for _, value in values)
+                if unwrapped or (file.values(model) and not wrapped):
                     continue
                 last_stmt, last_value = values[-1] if values else (None, None)
                 always = (
                     last_value is not None and last_stmt is not None
-                    and not names.kinds(last_value).isdisjoint({"ddp", "dp"})
-                    and not source.at(last_stmt).tests
+                    and not file.kinds(last_value).isdisjoint({"ddp", "dp"})
+                    and not file.at(last_stmt).tests
                 )  # fmt: skip
-                edits = (replace(source, model, f"{source.exact(model)}.module"),) if always else ()
-                yield self.found(file, inner, 'the saved keys begin with "module."', *edits)
+                edits = (replace(file, model, f"{file.exact(model)}.module"),) if always else ()
+                yield hit(inner, 'the saved keys begin with "module."', *edits)
 
 
 class DpModelOffFirst(Rule):
@@ -213,18 +203,15 @@ class DpModelOffFirst(Rule):
     level = "error"
     fix = "put the model on device_ids[0]"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            if "dp" not in file.names._made(call) or not call.args:
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
+            if "dp" not in file.made(call) or not call.args:
                 continue
             ids = keyword(call, "device_ids", 1)
             first = literal(ids.elts[0]) if isinstance(ids, ast.List | ast.Tuple) and ids.elts else ...
             if not isinstance(first, int):
                 continue
-            for value in [
-                call.args[0],
-                *[v for s, v in file.names.values(call.args[0]) if s.lineno <= call.lineno][-1:],
-            ]:
+            for value in [call.args[0], *[v for s, v in file.values(call.args[0]) if s.lineno <= call.lineno][-1:]]:
                 if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.args):
                     continue
                 where = literal(value.args[0])
@@ -237,11 +224,10 @@ class DpModelOffFirst(Rule):
                 )
                 if SAME.fullmatch(value.func.attr) and index is not None and index != first:
                     text = f'"cuda:{first}"' if isinstance(where, str) else str(first)
-                    yield self.found(
-                        file,
+                    yield hit(
                         call,
                         f"the model is on GPU {index}, device_ids begins with {first}",
-                        replace(file.source, value.args[0], text),
+                        replace(file, value.args[0], text),
                     )
 
 
@@ -256,13 +242,13 @@ class Dataparallel(Rule):
     level = "hint"
     fix = "DistributedDataParallel, one process per GPU (or evener.Run), is faster on one machine too"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            if ("dp" in file.names._made(call) and not isinstance(call.func, ast.Attribute | ast.Name)) or last(
-                file.source.name(call.func)
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
+            if ("dp" in file.made(call) and not isinstance(call.func, ast.Attribute | ast.Name)) or last(
+                file.name(call.func)
             ) == "DataParallel":
-                if "dp" in file.names._made(call):
-                    yield self.found(file, call, "DataParallel copies the model at every forward, from one process")
+                if "dp" in file.made(call):
+                    yield hit(call, "DataParallel copies the model at every forward, from one process")
 
 
 class FindUnusedParameters(Rule):
@@ -278,7 +264,7 @@ class FindUnusedParameters(Rule):
     level = "hint"
     fix = "leave it out, unless DDP raises about unused parameters"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            if "ddp" in file.names._made(call) and literal(keyword(call, "find_unused_parameters")) is True:
-                yield self.found(file, call, "the graph is walked at every step to find unused parameters")
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
+            if "ddp" in file.made(call) and literal(keyword(call, "find_unused_parameters")) is True:
+                yield hit(call, "the graph is walked at every step to find unused parameters")

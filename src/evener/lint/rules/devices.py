@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from evener.lint.rule import Checked, Finding, Rule, replace
+from evener.lint.rule import Checked, Hits, Rule, hit, replace
 from evener.lint.source import keyword, last, literal
 
 QUERIES = {
@@ -17,10 +17,10 @@ QUERIES = {
 
 def visible_devices(file: Checked) -> Iterator[tuple[ast.stmt, ast.expr]]:
     """(statement, value) of every line that sets CUDA_VISIBLE_DEVICES in this process."""
-    for assign in file.source.of(ast.Assign):
+    for assign in file.of(ast.Assign):
         target = assign.targets[0]
         if isinstance(target, ast.Subscript) and literal(target.slice) == "CUDA_VISIBLE_DEVICES":
-            if file.source.name(target.value) in ("os.environ", "environ"):
+            if file.name(target.value) in ("os.environ", "environ"):
                 yield assign, assign.value
 
 
@@ -38,30 +38,25 @@ class CvdAfterCudaQuery(Rule):
     level = "error"
     fix = "set it before the first call into torch.cuda, best before the program starts"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         asked = [
-            call for call in source.of(ast.Call)
-            if source.name(call.func).startswith("torch.cuda.") and last(source.name(call.func)) in QUERIES
+            call for call in file.of(ast.Call)
+            if file.name(call.func).startswith("torch.cuda.") and last(file.name(call.func)) in QUERIES
         ]  # fmt: skip
         for stmt, _ in visible_devices(file):
-            here = source.at(stmt)
+            here = file.at(stmt)
             for call in asked:
-                there = source.at(call)
+                there = file.at(call)
                 same = there.function is here.function or (there.function is None and there.owner is None)
                 known = {(test.text, test.wanted) for test in here.tests}
-                always = all((test.text, test.wanted) in known for test in there.tests) and not source.inside(
-                    call, stmt
-                )
-                tested = any(source.inside(call, test.node) for test in here.tests)
+                always = all((test.text, test.wanted) in known for test in there.tests) and not file.inside(call, stmt)
+                tested = any(file.inside(call, test.node) for test in here.tests)
                 if same and (always or tested) and call.lineno < stmt.lineno and not self._main(file, call):
-                    yield self.found(file, stmt, f"CUDA was asked in line {call.lineno}: this setting is ignored")
+                    yield hit(stmt, f"CUDA was asked in line {call.lineno}: this setting is ignored")
                     break
 
     def _main(self, file: Checked, call: ast.Call) -> bool:
-        return any(
-            isinstance(up, ast.If) and "__name__" in file.source.segment(up.test) for up in file.source.above(call)
-        )
+        return any(isinstance(up, ast.If) and "__name__" in file.segment(up.test) for up in file.above(call))
 
 
 class PhysicalIdsAfterCvd(Rule):
@@ -77,15 +72,14 @@ class PhysicalIdsAfterCvd(Rule):
 
     fix = "count from 0 among the visible GPUs"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         for stmt, value in visible_devices(file):
-            text = re.sub(r"^str\((.*)\)$", r"\1", source.segment(value))
+            text = re.sub(r"^str\((.*)\)$", r"\1", file.segment(value))
             given = literal(value)
             count = len(str(given).split(",")) if isinstance(given, str) else None
-            for call in source.of(ast.Call):
-                ids = keyword(call, "device_ids", 1) if file.names._made(call) & {"dp", "ddp"} else None
-                if ids is None and source.name(call.func) == "torch.cuda.set_device" and call.args:
+            for call in file.of(ast.Call):
+                ids = keyword(call, "device_ids", 1) if file.made(call) & {"dp", "ddp"} else None
+                if ids is None and file.name(call.func) == "torch.cuda.set_device" and call.args:
                     ids = call.args[0]
                 if ids is None or call.lineno < stmt.lineno:
                     continue
@@ -94,10 +88,10 @@ class PhysicalIdsAfterCvd(Rule):
                 from_same = (
                     count is None
                     and "." in text
-                    and re.search(rf"\b{re.escape(text)}\b.*split|for \w+ in {re.escape(text)}\b", source.segment(ids))
+                    and re.search(rf"\b{re.escape(text)}\b.*split|for \w+ in {re.escape(text)}\b", file.segment(ids))
                 )
                 if beyond or from_same:
-                    yield self.found(file, call, f"CUDA_VISIBLE_DEVICES (line {stmt.lineno}) renumbers the GPUs from 0")
+                    yield hit(call, f"CUDA_VISIBLE_DEVICES (line {stmt.lineno}) renumbers the GPUs from 0")
 
 
 class DeviceComparedToStr(Rule):
@@ -115,8 +109,8 @@ class DeviceComparedToStr(Rule):
     level = "error"
     fix = "compare device.type"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for test in file.source.of(ast.Compare):
+    def check(self, file: Checked) -> Hits:
+        for test in file.of(ast.Compare):
             if len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
                 continue
             left, right = test.left, test.comparators[0]
@@ -126,8 +120,8 @@ class DeviceComparedToStr(Rule):
                 if isinstance(test.ops[0], ast.In | ast.NotIn) and (device is right or isinstance(other, ast.Constant)):
                     continue
                 bare = isinstance(other, ast.Constant) and re.fullmatch(r"[a-z]+", str(other.value))
-                edits = (replace(file.source, device, f"{file.source.exact(device)}.type"),) if bare else ()
-                yield self.found(file, test, "a torch.device never equals a string", *edits)
+                edits = (replace(file, device, f"{file.exact(device)}.type"),) if bare else ()
+                yield hit(test, "a torch.device never equals a string", *edits)
 
     def _strings(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
@@ -137,14 +131,14 @@ class DeviceComparedToStr(Rule):
     def _device(self, file: Checked, node: ast.expr) -> bool:
         """It surely is one: every value that it is seen to get is one. A parameter may be given a string as well."""
         if isinstance(node, ast.Name | ast.Attribute):
-            function = file.source.function(node)
-            if isinstance(node, ast.Name) and function is not None and node.id in file.source.params[function]:
+            function = file.function(node)
+            if isinstance(node, ast.Name) and function is not None and node.id in file.params[function]:
                 return False
-            values = [value for _, value in file.names.now(node)]
+            values = [value for _, value in file.now(node)]
             return bool(values) and all(self._device(file, value) for value in values)
         if isinstance(node, ast.IfExp):
             return self._device(file, node.body) and self._device(file, node.orelse)
-        return isinstance(node, ast.Call) and file.source.name(node.func) == "torch.device"
+        return isinstance(node, ast.Call) and file.name(node.func) == "torch.device"
 
 
 class ContextManagerNotEntered(Rule):
@@ -168,15 +162,15 @@ class ContextManagerNotEntered(Rule):
         "torch.accelerator.device_index", "torch.random.fork_rng", "torch.autograd.no_grad",
     )  # fmt: skip
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for stmt in file.source.of(ast.Expr):
+    def check(self, file: Checked) -> Hits:
+        for stmt in file.of(ast.Expr):
             call = stmt.value
             if not isinstance(call, ast.Call):
                 continue
-            dotted = file.source.name(call.func)
+            dotted = file.name(call.func)
             waits = isinstance(call.func, ast.Attribute) and call.func.attr == "no_sync" and not call.args
             if dotted in self.managers or waits:
-                yield self.found(file, call, f"{file.source.segment(call.func)}() does nothing without `with`")
+                yield hit(call, f"{file.segment(call.func)}() does nothing without `with`")
 
 
 class NvidiaSmiText(Rule):
@@ -191,14 +185,13 @@ class NvidiaSmiText(Rule):
 
     fix = "NVML (nvidia-ml-py), torch.cuda.mem_get_info(), or `evener gpus --json`"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
-        for node in source.of(ast.Constant):
+    def check(self, file: Checked) -> Hits:
+        for node in file.of(ast.Constant):
             if not isinstance(node.value, str) or not re.match(r"\s*(\S*/)?nvidia-smi\b", node.value):
                 continue
-            for up in source.above(node):
+            for up in file.above(node):
                 if isinstance(up, ast.Call):
-                    dotted = source.name(up.func)
+                    dotted = file.name(up.func)
                     run = last(dotted) in (
                         "popen",
                         "Popen",
@@ -213,7 +206,7 @@ class NvidiaSmiText(Rule):
                         "check_output",
                         "Popen",
                     ):
-                        yield self.found(file, up, "nvidia-smi's output is read as text")
+                        yield hit(up, "nvidia-smi's output is read as text")
                     break
                 if isinstance(up, ast.stmt):
                     break
@@ -243,22 +236,21 @@ class OomByMessage(Rule):
 
     fix = "except torch.OutOfMemoryError (a RuntimeError)"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
-        for test in source.of(ast.Compare):
+    def check(self, file: Checked) -> Hits:
+        for test in file.of(ast.Compare):
             if len(test.ops) != 1 or not isinstance(test.ops[0], ast.In | ast.NotIn):
                 continue
             text = literal(test.left)
             if not isinstance(text, str) or "out of memory" not in text.lower():
                 continue
-            handler = next((up for up in source.above(test) if isinstance(up, ast.ExceptHandler)), None)
+            handler = next((up for up in file.above(test) if isinstance(up, ast.ExceptHandler)), None)
             name = handler.name if handler else None
             edits = ()
             if (
                 name
-                and re.search(rf"\b{name}\b", source.segment(test.comparators[0]))
-                and source.aliases.get("torch") == "torch"
+                and re.search(rf"\b{name}\b", file.segment(test.comparators[0]))
+                and file.aliases.get("torch") == "torch"
             ):
                 negated = "not " if isinstance(test.ops[0], ast.NotIn) else ""
-                edits = (replace(source, test, f"{negated}isinstance({name}, torch.OutOfMemoryError)"),)  # type: ignore[assignment]
-            yield self.found(file, test, "out of memory is recognised by its message", *edits)
+                edits = (replace(file, test, f"{negated}isinstance({name}, torch.OutOfMemoryError)"),)  # type: ignore[assignment]
+            yield hit(test, "out of memory is recognised by its message", *edits)

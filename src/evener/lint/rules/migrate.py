@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.lint.apex import codemod
-from evener.lint.rule import Checked, Edit, Finding, Rule, remove_argument, replace
+from evener.lint.rule import Checked, Edit, Finding, Hits, Rule, hit, remove_argument, replace
 from evener.lint.source import Function, keyword, last, literal
 
 
@@ -25,22 +25,22 @@ def table() -> dict[str, list[dict[str, Any]]]:
 def references(file: Checked) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
     """(node, dotted name) of every longest dotted name that is read."""
     for kind in (ast.Attribute, ast.Name):
-        for node in file.source.of(kind):
-            if not isinstance(file.source.parent[node], ast.Attribute) and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
-                dotted = file.source.name(node)
+        for node in file.of(kind):
+            if not isinstance(file.parent[node], ast.Attribute) and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                dotted = file.name(node)
                 if dotted.startswith(("torch.", "apex.")):
                     yield node, dotted  # type: ignore[misc]
 
 
 def imported(file: Checked) -> Iterator[tuple[ast.Import | ast.ImportFrom, ast.alias, str]]:
     """(statement, alias, dotted name) of everything that is imported."""
-    for plain in file.source.of(ast.Import):
+    for plain in file.of(ast.Import):
         for alias in plain.names:
             yield plain, alias, alias.name
-    for source in file.source.of(ast.ImportFrom):
-        if not source.level:
-            for alias in source.names:
-                yield source, alias, f"{source.module}.{alias.name}"
+    for taken in file.of(ast.ImportFrom):
+        if not taken.level:
+            for alias in taken.names:
+                yield taken, alias, f"{taken.module}.{alias.name}"
 
 
 def part_of(node: ast.expr, dotted: str, old: str) -> ast.expr | None:
@@ -79,7 +79,7 @@ class ApexRemoved(Rule):
     fix = "torch.autocast and torch.amp.GradScaler; torch.nn.parallel.DistributedDataParallel"
     gone = ("apex.amp", "apex.parallel", "apex.fp16_utils")
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         statements: dict[ast.stmt, str] = {}
         for stmt, alias, dotted in imported(file):
             if dotted.startswith(self.gone) and stmt not in statements:
@@ -91,7 +91,7 @@ class ApexRemoved(Rule):
         edits = codemod(file) if statements else ()
         for where, dotted in statements.items():
             what = ".".join(dotted.split(".")[:2])
-            yield self.found(file, where, f"{what} no longer exists", *edits)
+            yield hit(where, f"{what} no longer exists", *edits)
 
 
 class CudaAmpDeprecated(Rule):
@@ -109,12 +109,12 @@ class CudaAmpDeprecated(Rule):
 
     fix = 'torch.amp.autocast("cuda", ...), torch.amp.GradScaler("cuda", ...)'
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         order = {row["name"]: row.get("order") for row in table()["amp"]}
         uses = []
         for node, dotted in references(file):
             match = re.fullmatch(r"torch\.(cuda|cpu)\.amp(?:\.autocast_mode|\.grad_scaler)?\.(\w+)", dotted)
-            if match and match[2] in order and not file.source.at(node).handlers:  # an except keeps old versions going
+            if match and match[2] in order and not file.at(node).handlers:  # an except keeps old versions going
                 uses.append((node, match[1], match[2]))
         imports = []
         for stmt, alias, dotted in imported(file):
@@ -129,24 +129,23 @@ class CudaAmpDeprecated(Rule):
             None if any(one is None for one in (*every, *roots)) else [e for one in (*every, *roots) for e in one or ()]
         )
         for (node, _, name), edits in zip(uses, every):
-            chain = isinstance(node, ast.Attribute) and file.source.segment(node).startswith("torch.")
+            chain = isinstance(node, ast.Attribute) and file.segment(node).startswith("torch.")
             mine = edits if chain else joint
-            yield self.found(file, node, f"torch.cuda.amp.{name} is deprecated", *(mine or ()))
+            yield hit(node, f"torch.cuda.amp.{name} is deprecated", *(mine or ()))
         for stmt in {stmt: None for stmt, _ in imports}:
-            yield self.found(file, stmt, "torch.cuda.amp is deprecated", *(joint or ()))
+            yield hit(stmt, "torch.cuda.amp is deprecated", *(joint or ()))
 
     def _use(self, file: Checked, node: ast.expr, device: str, name: str, order: list[str] | None) -> list[Edit] | None:
-        source = file.source
         edits = []
-        if source.segment(node).startswith("torch."):
-            edits.append(replace(source, node, f"torch.amp.{name}"))
+        if file.segment(node).startswith("torch."):
+            edits.append(replace(file, node, f"torch.amp.{name}"))
         elif isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name):
             return None
-        up = source.parent[node]
+        up = file.parent[node]
         if isinstance(up, Function) and node in up.decorator_list:
             if name not in ("custom_fwd", "custom_bwd"):
                 return None
-            end = source.span(node)[1]
+            end = file.span(node)[1]
             return [*edits, Edit(end, end, f'(device_type="{device}")')]
         if not (isinstance(up, ast.Call) and up.func is node):
             return edits if name == "GradScaler" else None
@@ -158,19 +157,18 @@ class CudaAmpDeprecated(Rule):
             return None
         words = [*names, *[""] * len(up.args)]
         for arg, word in list(zip(up.args, words))[1:]:
-            start = source.span(arg)[0]
+            start = file.span(arg)[0]
             edits.append(Edit(start, start, f"{word}=" if word else ""))
-        at = source.span(up.args[0])[0] if up.args else source.data.index(b"(", source.span(node)[1]) + 1
+        at = file.span(up.args[0])[0] if up.args else file.data.index(b"(", file.span(node)[1]) + 1
         named = f"{names[0]}=" if names and up.args else ""
         edits.append(Edit(at, at, first + (", " if up.args or up.keywords else "") + named))
         return [one for one in edits if one.text]
 
     def _import(self, file: Checked, stmt: ast.Import | ast.ImportFrom, alias: ast.alias) -> list[Edit] | None:
-        source = file.source
-        text = source.exact(stmt)
-        start = source.span(stmt)[0]
+        text = file.exact(stmt)
+        start = file.span(stmt)[0]
         if isinstance(stmt, ast.Import):
-            return [replace(source, alias, f"torch.amp as {alias.asname}")] if alias.asname else None
+            return [replace(file, alias, f"torch.amp as {alias.asname}")] if alias.asname else None
         match = re.match(r"from\s+(torch\.(?:cuda|cpu)(\.amp)?[\w.]*)\s+import", text)
         known = {row["name"] for row in table()["amp"]}
         wanted = {"amp"} if match and not match[2] else known
@@ -191,11 +189,11 @@ class RemovedImport(Rule):
     level = "error"
     fix = "import the replacement"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         rows = {row["old"]: row for row in table()["import"]}
         for stmt, alias, dotted in imported(file):
             old = next((name for name in rows if dotted == name or dotted.startswith(f"{name}.")), None)
-            if old is None or file.source.at(stmt).handlers:
+            if old is None or file.at(stmt).handlers:
                 continue
             row = rows[old]
             new = row.get("new")
@@ -204,8 +202,8 @@ class RemovedImport(Rule):
                 module, _, name = new.rpartition(".")
                 was = alias.asname or alias.name
                 text = f"from {module} import {name}" + (f" as {was}" if was != name else "")
-                edits = (replace(file.source, stmt, text),)  # type: ignore[assignment]
-            yield self.found(file, stmt, f"{old} no longer exists", *edits, fix=f"use {new}" if new else row["note"])
+                edits = (replace(file, stmt, text),)  # type: ignore[assignment]
+            yield hit(stmt, f"{old} no longer exists", *edits, fix=f"use {new}" if new else row["note"])
 
 
 class RemovedApi(Rule):
@@ -222,19 +220,16 @@ class RemovedApi(Rule):
     level = "error"
     fix = "use what replaced it"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source, _names = file.source, file.names
+    def check(self, file: Checked) -> Hits:
         rows = {row["old"]: row for row in table()["gone"]}
         for node, dotted in references(file):
             if dotted in rows:
-                yield self.found(file, node, f"{dotted} no longer exists", fix=rows[dotted]["note"])
-        for attribute in source.of(ast.Attribute):
-            if attribute.attr == "total_mem" and "torch" in source.aliases:
-                end = source.span(attribute)[1]
-                yield self.found(
-                    file, attribute, "total_mem is total_memory", Edit(end - len("total_mem"), end, "total_memory")
-                )
-        for call in source.of(ast.Call):
+                yield hit(node, f"{dotted} no longer exists", fix=rows[dotted]["note"])
+        for attribute in file.of(ast.Attribute):
+            if attribute.attr == "total_mem" and "torch" in file.aliases:
+                end = file.span(attribute)[1]
+                yield hit(attribute, "total_mem is total_memory", Edit(end - len("total_mem"), end, "total_memory"))
+        for call in file.of(ast.Call):
             func = call.func
             if (
                 isinstance(func, ast.Attribute)
@@ -242,54 +237,38 @@ class RemovedApi(Rule):
                 and not call.args
                 and self._iterator(file, func.value)
             ):
-                yield self.found(
-                    file,
-                    call,
-                    "an iterator has no next method",
-                    replace(source, call, f"next({source.exact(func.value)})"),
+                yield hit(
+                    call, "an iterator has no next method", replace(file, call, f"next({file.exact(func.value)})")
                 )
             verbose = keyword(call, "verbose")
-            if verbose is not None and source.name(call.func).startswith("torch.optim.lr_scheduler."):
-                yield self.found(
-                    file, call, "schedulers take no verbose any more", remove_argument(source, call, verbose)
-                )
+            if verbose is not None and file.name(call.func).startswith("torch.optim.lr_scheduler."):
+                yield hit(call, "schedulers take no verbose any more", remove_argument(file, call, verbose))
             volatile = keyword(call, "volatile")
-            if volatile is not None and last(source.name(call.func)) == "Variable":
-                yield self.found(file, call, "volatile does nothing: the graph is built", fix="with torch.no_grad():")
+            if volatile is not None and last(file.name(call.func)) == "Variable":
+                yield hit(call, "volatile does nothing: the graph is built", fix="with torch.no_grad():")
             if (
                 isinstance(func, ast.Attribute)
                 and func.attr == "view"
                 and len(call.args) == 1
                 and literal(call.args[0]) == -1
             ) and self._first_rows(file, func.value):
-                end = source.span(func)[1]
-                yield self.found(
-                    file,
-                    call,
-                    "view of a transposed tensor's rows raises",
-                    Edit(end - 4, end, "reshape"),
-                    fix="reshape(-1)",
+                end = file.span(func)[1]
+                yield hit(
+                    call, "view of a transposed tensor's rows raises", Edit(end - 4, end, "reshape"), fix="reshape(-1)"
                 )
-        for item in source.of(ast.Subscript):
+        for item in file.of(ast.Subscript):
             value = item.value
             if (
                 literal(item.slice) == 0
                 and isinstance(value, ast.Attribute)
                 and value.attr == "data"
                 and isinstance(item.ctx, ast.Load)
-            ) and (re.search(r"loss|err", source.segment(value.value), re.I) or self._summed(file, value.value)):
-                yield self.found(
-                    file,
-                    item,
-                    "a scalar has no element 0",
-                    replace(source, item, f"{source.exact(value.value)}.item()"),
-                )
+            ) and (re.search(r"loss|err", file.segment(value.value), re.I) or self._summed(file, value.value)):
+                yield hit(item, "a scalar has no element 0", replace(file, item, f"{file.exact(value.value)}.item()"))
 
     def _iterator(self, file: Checked, node: ast.expr) -> bool:
-        values = [node] if isinstance(node, ast.Call) else [value for _, value in file.names.values(node)]
-        return bool(values) and all(
-            isinstance(one, ast.Call) and file.source.name(one.func) == "iter" for one in values
-        )
+        values = [node] if isinstance(node, ast.Call) else [value for _, value in file.values(node)]
+        return bool(values) and all(isinstance(one, ast.Call) and file.name(one.func) == "iter" for one in values)
 
     def _first_rows(self, file: Checked, node: ast.expr) -> bool:
         """correct[:k], where correct is `pred.eq(...)` of a transposed pred."""
@@ -301,19 +280,16 @@ class RemovedApi(Rule):
             return False
         if node.slice.lower is not None and literal(node.slice.lower) != 0:
             return False
-        made = [value for stmt, value in file.names.values(node.value) if stmt.lineno < node.lineno][-1:]
+        made = [value for stmt, value in file.values(node.value) if stmt.lineno < node.lineno][-1:]
         if not made or not isinstance(made[0], ast.Call) or not isinstance(made[0].func, ast.Attribute):
             return False
         call = made[0].func
         if call.attr != "eq":
             return False
-        return any(
-            re.search(r"\.t\(\)|\.T\b|transpose\(", file.source.segment(value))
-            for _, value in file.names.values(call.value)
-        )
+        return any(re.search(r"\.t\(\)|\.T\b|transpose\(", file.segment(value)) for _, value in file.values(call.value))
 
     def _summed(self, file: Checked, node: ast.expr) -> bool:
-        text = file.source.segment(node)
+        text = file.segment(node)
         return text.endswith((".sum()", ".mean()"))
 
 
@@ -327,7 +303,7 @@ class DeprecatedName(Rule):
 
     fix = "use the new name"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         rows = {row["old"]: row for row in table()["deprecated"]}
         for node, dotted in references(file):
             old = next((name for name in rows if dotted == name or dotted.startswith(f"{name}.")), None)
@@ -338,18 +314,16 @@ class DeprecatedName(Rule):
             at = part_of(node, dotted, old)
             edits: tuple[Edit, ...] = ()
             if new and isinstance(at, ast.Attribute):
-                end = file.source.span(at)[1]
+                end = file.span(at)[1]
                 edits = (Edit(end - len(last(old).encode()), end, last(new)),)
             elif new and isinstance(at, ast.Name) and at.id == last(old):
                 edits = self._with_import(file, old, new)
-            yield self.found(file, node, f"{old} is deprecated", *edits, fix=f"use {new}" if new else row["note"])
+            yield hit(node, f"{old} is deprecated", *edits, fix=f"use {new}" if new else row["note"])
 
     def _with_import(self, file: Checked, old: str, new: str) -> tuple[Edit, ...]:
-        names = [replace(file.source, node, last(new)) for node, dotted in references(file) if dotted == old]
+        names = [replace(file, node, last(new)) for node, dotted in references(file) if dotted == old]
         imports = [
-            replace(file.source, alias, last(new))
-            for _, alias, dotted in imported(file)
-            if dotted == old and not alias.asname
+            replace(file, alias, last(new)) for _, alias, dotted in imported(file) if dotted == old and not alias.asname
         ]
         return (*names, *imports) if len(imports) == 1 else ()
 
@@ -369,15 +343,15 @@ class SchedulerEpochArg(Rule):
 
     fix = "scheduler.step() after the epoch's updates"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
             func = call.func
             if not isinstance(func, ast.Attribute) or func.attr != "step" or not (call.args or keyword(call, "epoch")):
                 continue
-            if file.names.kinds(func.value) == {"scheduler"}:
+            if file.kinds(func.value) == {"scheduler"}:
                 given = call.args[0] if call.args else keyword(call, "epoch")
-                edit = remove_argument(file.source, call, given)  # type: ignore[arg-type]
-                yield self.found(file, call, "a scheduler's step takes no epoch any more", edit, unsafe=True)
+                edit = remove_argument(file, call, given)  # type: ignore[arg-type]
+                yield hit(call, "a scheduler's step takes no epoch any more", edit, unsafe=True)
 
 
 class LocalRankFlag(Rule):
@@ -402,39 +376,37 @@ class LocalRankFlag(Rule):
     level = "error"
     fix = 'read LOCAL_RANK: default=int(os.environ.get("LOCAL_RANK", 0))'
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         reads = re.search(
             r"""(environ(\.get\(|\[)|getenv\()\s*["']LOCAL_RANK["'](?!\]\s*=[^=]|\s*,\s*(str\()?\w+\.local_rank)""",
-            source.text,
+            file.text,
         )
         if reads:
             return
-        for call in source.of(ast.Call):
+        for call in file.of(ast.Call):
             if not isinstance(call.func, ast.Attribute) or call.func.attr != "add_argument":
                 continue
             flags = [literal(arg) for arg in call.args]
             if "--local_rank" not in flags or "--local-rank" in flags:
                 continue
-            if not re.search(r"\[.local_rank.\]", source.text) and not file.uses("local_rank"):
+            if not re.search(r"\[.local_rank.\]", file.text) and not file.uses("local_rank"):
                 continue
             first = call.args[flags.index("--local_rank")]
             default = keyword(call, "default")
-            edits = [replace(source, first, '"--local-rank", "--local_rank"')]
-            given = source.exact(default) if default is not None else "0"
+            edits = [replace(file, first, '"--local-rank", "--local_rank"')]
+            given = file.exact(default) if default is not None else "0"
             value = f'int(os.environ.get("LOCAL_RANK", {given}))'
             if default is None:
                 end = (
-                    max(source.span(one.value)[1] for one in call.keywords)
+                    max(file.span(one.value)[1] for one in call.keywords)
                     if call.keywords
-                    else source.span(call.args[-1])[1]
+                    else file.span(call.args[-1])[1]
                 )
                 edits.append(Edit(end, end, f", default={value}"))
             else:
-                edits.append(replace(source, default, value))
+                edits.append(replace(file, default, value))
             ok = isinstance(literal(default), int) or default is None
-            yield self.found(
-                file, call, "torchrun passes no --local_rank: every rank keeps the default",
+            yield hit(call, "torchrun passes no --local_rank: every rank keeps the default",
                 *(edits if ok else ()), imports=("import os",),
             )  # fmt: skip
 
@@ -466,23 +438,22 @@ class TorchDistributedLaunch(Rule):
 
     fix = "torchrun (or `evener run`)"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
-        for node in source.of(ast.Constant):
+    def check(self, file: Checked) -> Hits:
+        for node in file.of(ast.Constant):
             if not isinstance(node.value, str) or "torch.distributed.launch" not in node.value:
                 continue
-            up = source.parent[node]
-            told = isinstance(up, ast.Expr) or (isinstance(up, ast.Call) and last(source.name(up.func)) in TOLD)
+            up = file.parent[node]
+            told = isinstance(up, ast.Expr) or (isinstance(up, ast.Call) and last(file.name(up.func)) in TOLD)
             if told or node.lineno != node.end_lineno:
                 continue  # a docstring, or words for people
-            new = to_torchrun(source.exact(node))
+            new = to_torchrun(file.exact(node))
             if literal(node) == "torch.distributed.launch":
                 new = new.replace("torch.distributed.launch", "torch.distributed.run")
-            if new != source.exact(node):
-                yield self.found(file, node, "torch.distributed.launch is deprecated", replace(source, node, new))
+            if new != file.exact(node):
+                yield hit(node, "torch.distributed.launch is deprecated", replace(file, node, new))
         for stmt, _, dotted in imported(file):
             if re.match(r"torch\.distributed\.launch(\.|$)", dotted):
-                yield self.found(file, stmt, "torch.distributed.launch is deprecated", fix="torch.distributed.run")
+                yield hit(stmt, "torch.distributed.launch is deprecated", fix="torch.distributed.run")
 
     def check_script(self, path: str, data: bytes) -> Iterator[Finding]:
         """The same in a shell script, line by line."""

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from evener.lint.rule import Checked, Finding, Rule
+from evener.lint.rule import Checked, Hits, Rule, hit
 from evener.lint.source import Function, keyword, last, literal
 
 COLLECTIVE = {"evaluate", "predict", "save", "load", "export", "digest", "step", "updates", "epochs", "batches"}
@@ -15,14 +15,14 @@ COLLECTIVE = {"evaluate", "predict", "save", "load", "export", "digest", "step",
 def runs(file: Checked) -> dict[str, ast.Call]:
     """name -> the call that makes the evener.Run it holds."""
     found: dict[str, ast.Call] = {}
-    for call in file.source.of(ast.Call):
-        if file.source.name(call.func) not in ("evener.Run", "evener.run.Run"):
+    for call in file.of(ast.Call):
+        if file.name(call.func) not in ("evener.Run", "evener.run.Run"):
             continue
-        up = file.source.parent[call]
+        up = file.parent[call]
         if isinstance(up, ast.withitem) and up.optional_vars is not None:
-            found[file.source.segment(up.optional_vars)] = call
+            found[file.segment(up.optional_vars)] = call
         elif isinstance(up, ast.Assign):
-            found[file.source.segment(up.targets[0])] = call
+            found[file.segment(up.targets[0])] = call
         else:
             found[f"<{call.lineno}>"] = call
     return found
@@ -38,39 +38,34 @@ class TokenMeanAsRowMean(Rule):
           def loss_fn(model, batch):
               logits = model(batch["input_ids"])
         -     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-        +     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
-        +     return evener.Mean(total=loss, count=(batch["labels"] != -100).sum())
+        +     nll = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+        +     return evener.Mean(total=nll, count=(batch["labels"] != -100).sum())
           run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
     """
 
     level = "error"
     fix = "return evener.Mean(total=loss_sum, count=number_of_tokens)"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         for call in runs(file).values():
             given = keyword(call, "loss_fn", 2)
             if not isinstance(given, ast.Name) or keyword(call, "loss_is") is not None:
                 continue
-            function = next((one for one in source.of(ast.FunctionDef) if one.name == given.id), None)
-            if function is None or "Mean" in source.segment(function):
+            function = next((one for one in file.of(ast.FunctionDef) if one.name == given.id), None)
+            if function is None or "Mean" in file.segment(function):
                 continue
-            for inner in source.of(ast.Call):
-                if source.function(inner) is not function or last(source.name(inner.func)) not in (
+            for inner in file.of(ast.Call):
+                if file.function(inner) is not function or last(file.name(inner.func)) not in (
                     "cross_entropy",
                     "nll_loss",
                 ):
                     continue
                 if keyword(inner, "ignore_index") is not None and literal(keyword(inner, "reduction")) in (..., "mean"):
-                    yield self.found(
-                        file, inner, "a mean over tokens is weighted by rows: the update depends on the cut"
-                    )
-            for div in source.of(ast.BinOp):
-                masked = re.search(
-                    r"(mask\w*|attention_mask\W.*|labels\s*!=\s*-100\))\.sum\(", source.segment(div.right)
-                )
-                if source.function(div) is function and isinstance(div.op, ast.Div) and masked:
-                    yield self.found(file, div, "a mean over tokens is weighted by rows: the update depends on the cut")
+                    yield hit(inner, "a mean over tokens is weighted by rows: the update depends on the cut")
+            for div in file.of(ast.BinOp):
+                masked = re.search(r"(mask\w*|attention_mask\W.*|labels\s*!=\s*-100\))\.sum\(", file.segment(div.right))
+                if file.function(div) is function and isinstance(div.op, ast.Div) and masked:
+                    yield hit(div, "a mean over tokens is weighted by rows: the update depends on the cut")
 
 
 class RunCollectiveOnOneRank(Rule):
@@ -90,14 +85,14 @@ class RunCollectiveOnOneRank(Rule):
     level = "error"
     fix = "call it on every rank; run.print prints on rank 0 only"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         made = runs(file)
-        for call in file.source.of(ast.Call):
+        for call in file.of(ast.Call):
             func = call.func
             if not isinstance(func, ast.Attribute) or func.attr not in COLLECTIVE:
                 continue
-            if file.source.segment(func.value) in made and file.names.guard(file.source.at(call)):
-                yield self.found(file, call, f"run.{func.attr} communicates: every rank must call it")
+            if file.segment(func.value) in made and file.guard(call):
+                yield hit(call, f"run.{func.attr} communicates: every rank must call it")
 
 
 class StateOutsideRun(Rule):
@@ -122,19 +117,19 @@ class StateOutsideRun(Rule):
 
     fix = 'run.state["best"] instead of a variable: it is saved and restored'
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source, made = file.source, runs(file)
-        for loop in source.of(ast.For):
+    def check(self, file: Checked) -> Hits:
+        made = runs(file)
+        for loop in file.of(ast.For):
             if not isinstance(loop.iter, ast.Call) or not isinstance(loop.iter.func, ast.Attribute):
                 continue
             if (
                 loop.iter.func.attr not in ("epochs", "updates", "batches")
-                or source.segment(loop.iter.func.value) not in made
+                or file.segment(loop.iter.func.value) not in made
             ):
                 continue
-            if re.search(r"resume\s*=\s*.never", source.segment(made[source.segment(loop.iter.func.value)])):
+            if re.search(r"resume\s*=\s*.never", file.segment(made[file.segment(loop.iter.func.value)])):
                 continue
-            function = source.function(loop)
+            function = file.function(loop)
             for name, kept in self._kept(file, loop, function):
                 compared = any(
                     isinstance(node, ast.Compare)
@@ -142,7 +137,7 @@ class StateOutsideRun(Rule):
                     for node in ast.walk(loop)
                 )
                 if compared:
-                    yield self.found(file, kept, f"{name} decides something and is in no checkpoint")
+                    yield hit(kept, f"{name} decides something and is in no checkpoint")
 
     def _kept(self, file: Checked, loop: ast.For, function: Function | None) -> Iterator[tuple[str, ast.stmt]]:
         """Names that begin as a number before the loop and change in it."""
@@ -150,17 +145,13 @@ class StateOutsideRun(Rule):
             if scope is not function or not name.isidentifier():
                 continue
             before = [v for s, v in bound if s.lineno < loop.lineno]
-            inside = [s for s, _ in bound if file.source.inside(s, loop)]
-            inside += [
-                s
-                for s in file.source.of(ast.AugAssign)
-                if file.source.inside(s, loop) and file.source.segment(s.target) == name
-            ]
+            inside = [s for s, _ in bound if file.inside(s, loop)]
+            inside += [s for s in file.of(ast.AugAssign) if file.inside(s, loop) and file.segment(s.target) == name]
             number = before and (
-                isinstance(literal(before[-1]), int | float | None) or "inf" in file.source.segment(before[-1])
+                isinstance(literal(before[-1]), int | float | None) or "inf" in file.segment(before[-1])
             )
             if (number and literal(before[-1]) is not ... and inside) or (
-                number and inside and "inf" in file.source.segment(before[-1])
+                number and inside and "inf" in file.segment(before[-1])
             ):
                 yield name, inside[0]
 
@@ -179,11 +170,11 @@ class RunOfWrappedModel(Rule):
     level = "error"
     fix = "give the plain model"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         for call in runs(file).values():
             model = keyword(call, "model", 0)
-            if model is not None and file.names.holds(model, "ddp", "dp", "fsdp"):
-                yield self.found(file, call, "Run takes the plain model, not a wrapped one")
+            if model is not None and file.holds(model, "ddp", "dp", "fsdp"):
+                yield hit(call, "Run takes the plain model, not a wrapped one")
 
 
 class BackwardInLoss(Rule):
@@ -204,7 +195,7 @@ class BackwardInLoss(Rule):
     level = "error"
     fix = "return the loss, and nothing else"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         losses = {
             given.id for call in runs(file).values() if isinstance(given := keyword(call, "loss_fn", 2), ast.Name)
         }
@@ -215,4 +206,4 @@ class BackwardInLoss(Rule):
                     and event.ctx.function.name in losses
                     and event.kind in ("backward", "step", "zero")
                 ):
-                    yield self.found(file, event.node, f"{event.kind} inside the loss function of a Run")
+                    yield hit(event.node, f"{event.kind} inside the loss function of a Run")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
 from evener.lint.names import GLOBAL_RANK, ONE_RANK
-from evener.lint.rule import Checked, Finding, Rule, replace
+from evener.lint.rule import Checked, Hits, Rule, hit, replace
 from evener.lint.source import keyword, last, literal
 
 
@@ -27,22 +26,20 @@ class RankGuardedStep(Rule):
     level = "error"
     fix = "let every rank step"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         if not file.uses("ddp", "fsdp", "init", "collective"):
             return
         for events in file.events:
             for step in events:
-                if step.kind not in ("step", "scaler-step", "schedule") or file.names.guard(step.ctx) != "one":
+                if step.kind not in ("step", "scaler-step", "schedule") or file.guard(step.ctx) != "one":
                     continue
-                others = any(file.names.guard(one.ctx) == "others" and one.kind == step.kind for one in events)
+                others = any(file.guard(one.ctx) == "others" and one.kind == step.kind for one in events)
                 spread = any(
-                    last(file.source.name(call.func)) in ("broadcast", "broadcast_object_list", "scatter")
-                    for call in file.source.of(ast.Call)
+                    last(file.name(call.func)) in ("broadcast", "broadcast_object_list", "scatter")
+                    for call in file.of(ast.Call)
                 )
                 if not others and not spread:
-                    yield self.found(
-                        file, step.node, f"{step.how or step.on}.step runs on one rank: replicas drift apart"
-                    )
+                    yield hit(step.node, f"{step.how or step.on}.step runs on one rank: replicas drift apart")
 
 
 class RankGuardedCollective(Rule):
@@ -60,26 +57,24 @@ class RankGuardedCollective(Rule):
     level = "error"
     fix = "call it on every rank, outside of the rank test"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source, names = file.source, file.names
+    def check(self, file: Checked) -> Hits:
         calls: list[tuple[ast.Call, str, str]] = []
-        for call in source.of(ast.Call):
+        for call in file.of(ast.Call):
             name = self._communicates(file, call)
             if name:
-                calls.append((call, name, names.guard(source.at(call))))
+                calls.append((call, name, file.guard(call)))
         for call, name, guard in calls:
             if not guard or self._in_generator(file, call):
                 continue
-            function = source.function(call)
+            function = file.function(call)
             paired = any(
-                other is not call and source.function(other) is function and who not in ("", guard)
+                other is not call and file.function(other) is function and who not in ("", guard)
                 and (word == name or not word.startswith("."))
                 for other, word, who in calls
             )  # fmt: skip
             if not paired:
                 shown = name.lstrip(".")
-                yield self.found(
-                    file,
+                yield hit(
                     call,
                     f"{shown} communicates, and only {'one rank calls' if guard == 'one' else 'some ranks call'} it",
                 )
@@ -87,20 +82,20 @@ class RankGuardedCollective(Rule):
     def _communicates(self, file: Checked, call: ast.Call) -> str:
         """The collective's name; for a function of this project that calls one on all ranks, ".name"."""
         if file.names.is_collective(call):
-            return last(file.source.name(call.func))
-        dotted = file.source.name(call.func)
+            return last(file.name(call.func))
+        dotted = file.name(call.func)
         if last(dotted) not in file.project.collectives:
             return ""
-        owner = file.source.at(call).owner
+        owner = file.at(call).owner
         callee = f"{owner.name}.{last(dotted)}" if owner and dotted == f"self.{last(dotted)}" else dotted
-        target = file.project.function(file.source.path, callee) if callee and not callee.startswith("torch.") else None
+        target = file.project.function(file.path, callee) if callee and not callee.startswith("torch.") else None
         if target and target[1] in file.project.files[target[0]].collectives:
             return f".{last(dotted)}"
         return ""
 
     def _in_generator(self, file: Checked, call: ast.Call) -> bool:
         """A context manager such as zero_first: the others meet at its second half."""
-        function = file.source.function(call)
+        function = file.function(call)
         return function is not None and any(isinstance(node, ast.Yield) for node in ast.walk(function))
 
 
@@ -120,10 +115,9 @@ class UncalledRankPredicate(Rule):
     level = "error"
     fix = "call it: add ()"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
-        tests = [one.test for one in source.of(ast.If)] + [one.test for one in source.of(ast.While)]
-        tests += [one.test for one in source.of(ast.IfExp)]
+    def check(self, file: Checked) -> Hits:
+        tests = [one.test for one in file.of(ast.If)] + [one.test for one in file.of(ast.While)]
+        tests += [one.test for one in file.of(ast.IfExp)]
         parts: list[ast.expr] = []
         while tests:
             test = tests.pop(0)
@@ -134,21 +128,18 @@ class UncalledRankPredicate(Rule):
             elif isinstance(test, ast.Name | ast.Attribute):
                 parts.append(test)
         for part in parts:
-            dotted = source.name(part)
+            dotted = file.name(part)
             if not (ONE_RANK.search(last(dotted)) or last(dotted) in ("is_initialized", "is_available", "get_rank")):
                 continue
             known = dotted.startswith("torch.") and last(dotted) in ("is_initialized", "is_available", "get_rank")
-            target = file.project.function(source.path, dotted)
-            bound = isinstance(part, ast.Name) and bool(file.names.values(part))
-            hidden = (
-                isinstance(part, ast.Name) and (f := source.function(part)) is not None and part.id in source.params[f]
-            )
+            target = file.project.function(file.path, dotted)
+            bound = isinstance(part, ast.Name) and bool(file.values(part))
+            hidden = isinstance(part, ast.Name) and (f := file.function(part)) is not None and part.id in file.params[f]
             if known or (target and not bound and not hidden and not target[1].endswith("__init__")):
-                yield self.found(
-                    file,
+                yield hit(
                     part,
                     f"{last(dotted)} is a function: the test is always true",
-                    replace(source, part, f"{source.exact(part)}()"),
+                    replace(file, part, f"{file.exact(part)}()"),
                 )
 
 
@@ -168,32 +159,29 @@ class GlobalRankAsDevice(Rule):
     in_tests = False
     fix = "use the local rank (LOCAL_RANK)"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
-        for call in source.of(ast.Call):
-            dotted = source.name(call.func)
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
+            dotted = file.name(call.func)
             if dotted in ("torch.cuda.set_device", "torch.accelerator.set_device_index") and call.args:
                 index: ast.expr | None = call.args[0]
             elif dotted == "torch.device" and len(call.args) == 2:
                 index = call.args[1]
-            elif "ddp" in file.names._made(call):
+            elif "ddp" in file.made(call):
                 ids = keyword(call, "device_ids", 1)
                 index = ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
             else:
                 continue
             if index is not None and self._global(file, index):
-                yield self.found(
-                    file, call, f"{source.segment(index)} is the global rank: on a second machine there is no such GPU"
-                )
+                yield hit(call, f"{file.segment(index)} is the global rank: on a second machine there is no such GPU")
 
     def _global(self, file: Checked, node: ast.expr) -> bool:
         """It surely is the global rank: read from RANK, or from get_rank(). A bare parameter may be a local one."""
-        if isinstance(node, ast.Call) and last(file.source.name(node.func)) == "get_rank":
-            return file.source.name(node.func).startswith("torch.distributed")
-        if file.names.is_rank(node, re.compile(r"^RANK$|^SLURM_PROCID$")):
+        if isinstance(node, ast.Call) and last(file.name(node.func)) == "get_rank":
+            return file.name(node.func).startswith("torch.distributed")
+        if file.is_rank(node, re.compile(r"^RANK$|^SLURM_PROCID$")):
             return not isinstance(node, ast.BinOp)
         if isinstance(node, ast.Name):
-            values = file.names.values(node)
+            values = file.values(node)
             return bool(values) and all(
                 bool(GLOBAL_RANK.search(node.id)) and self._global(file, value)
                 for _, value in values
@@ -216,15 +204,15 @@ class LiteralRank(Rule):
     in_tests = False
     fix = "leave them out under torchrun, or read RANK and WORLD_SIZE"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            if file.source.name(call.func) != "torch.distributed.init_process_group":
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
+            if file.name(call.func) != "torch.distributed.init_process_group":
                 continue
             rank, size = keyword(call, "rank", 4), keyword(call, "world_size", 3)
             value, world = literal(rank), literal(size)
             fake = literal(keyword(call, "backend", 0)) == "fake"
             if isinstance(value, int) and value >= 0 and world != 1 and not fake:
-                yield self.found(file, call, f"every process claims rank {value}")
+                yield hit(call, f"every process claims rank {value}")
 
 
 class DeviceCountAsWorldSize(Rule):
@@ -243,34 +231,33 @@ class DeviceCountAsWorldSize(Rule):
     in_tests = False
     fix = "torch.distributed.get_world_size(), or WORLD_SIZE from the environment"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         if not file.uses("ddp", "init"):
             return
         shared = "the batch is divided by this machine's GPUs, not by the world size"
-        for call in source.of(ast.Call):
-            if source.name(call.func) != "torch.cuda.device_count":
+        for call in file.of(ast.Call):
+            if file.name(call.func) != "torch.cuda.device_count":
                 continue
-            up = source.parent[call]
+            up = file.parent[call]
             if self._divides(file, up, call):
-                yield self.found(file, source.statement(call), shared)
+                yield hit(file.statement(call), shared)
             elif isinstance(up, ast.Assign):
                 target = up.targets[0]
-                text = re.escape(source.segment(target))
-                if re.search(rf"{text}\s*\*|\*\s*{text}\b", source.text):
+                text = re.escape(file.segment(target))
+                if re.search(rf"{text}\s*\*|\*\s*{text}\b", file.text):
                     continue  # times the number of machines
-                used = re.search(rf"world_size\s*=\s*{text}\b|//?\s*{text}\b|reduce_mean\([^)]*{text}\)", source.text)
-                word = last(source.segment(target))
-                unset = word == "world_size" and not re.search(r"WORLD_SIZE|get_world_size", source.text)
+                used = re.search(rf"world_size\s*=\s*{text}\b|//?\s*{text}\b|reduce_mean\([^)]*{text}\)", file.text)
+                word = last(file.segment(target))
+                unset = word == "world_size" and not re.search(r"WORLD_SIZE|get_world_size", file.text)
                 if unset or (used and re.search(r"world|nproc|size", word, re.I)):
-                    yield self.found(file, up, "this machine's GPU count is used as the world size")
+                    yield hit(up, "this machine's GPU count is used as the world size")
                 elif used and re.search(r"gpu", word, re.I):  # an honest name: wrong is what is done with it
-                    spawned = re.search(rf"world_size\s*=\s*{text}\b", source.text)
+                    spawned = re.search(rf"world_size\s*=\s*{text}\b", file.text)
                     if spawned:
-                        yield self.found(file, up, "this machine's GPU count is used as the world size")
-                    for div in source.of(ast.BinOp) if not spawned else ():
-                        if source.segment(div.right) == source.segment(target) and self._divides(file, div, div.right):
-                            yield self.found(file, source.statement(div), shared)
+                        yield hit(up, "this machine's GPU count is used as the world size")
+                    for div in file.of(ast.BinOp) if not spawned else ():
+                        if file.segment(div.right) == file.segment(target) and self._divides(file, div, div.right):
+                            yield hit(file.statement(div), shared)
 
     def _divides(self, file: Checked, node: ast.AST, by: ast.expr) -> bool:
         """`batch_size // gpus`, in one function with nothing that says it is this machine's batch."""
@@ -278,8 +265,8 @@ class DeviceCountAsWorldSize(Rule):
             isinstance(node, ast.BinOp)
             and isinstance(node.op, ast.FloorDiv | ast.Div)
             and node.right is by
-            and "batch" in file.source.segment(node.left)
-            and not any("multiprocessing_distributed" in test.text for test in file.source.at(node).tests)
+            and "batch" in file.segment(node.left)
+            and not any("multiprocessing_distributed" in test.text for test in file.at(node).tests)
         )
 
 
@@ -298,24 +285,21 @@ class MasterEnvOverwritten(Rule):
     in_tests = False
     fix = "os.environ.setdefault(...), or start with torchrun and set nothing"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
-        for assign in source.of(ast.Assign):
+    def check(self, file: Checked) -> Hits:
+        for assign in file.of(ast.Assign):
             target = assign.targets[0]
-            if not isinstance(target, ast.Subscript) or source.name(target.value) != "os.environ":
+            if not isinstance(target, ast.Subscript) or file.name(target.value) != "os.environ":
                 continue
             name = literal(target.slice)
             if name not in ("MASTER_ADDR", "MASTER_PORT") or not isinstance(literal(assign.value), str):
                 continue
             asked = re.compile(rf"{name}|is_torchelastic|is_torchrun|TORCHELASTIC")
-            tests = source.at(assign).tests
-            if any(asked.search(test.text) for test in tests) or source.at(assign).handlers or self._alone(tests):
+            tests = file.at(assign).tests
+            if any(asked.search(test.text) for test in tests) or file.at(assign).handlers or self._alone(tests):
                 continue
-            text = f"os.environ.setdefault({source.exact(target.slice)}, {source.exact(assign.value)})"
-            text = source.exact(target.value) + text.removeprefix("os.environ")
-            yield self.found(
-                file, assign, f"{name} is overwritten, whatever the launcher said", replace(source, assign, text)
-            )
+            text = f"os.environ.setdefault({file.exact(target.slice)}, {file.exact(assign.value)})"
+            text = file.exact(target.value) + text.removeprefix("os.environ")
+            yield hit(assign, f"{name} is overwritten, whatever the launcher said", replace(file, assign, text))
 
     def _alone(self, tests: tuple[object, ...]) -> bool:
         return any(
@@ -337,22 +321,22 @@ class MasterPortInvalid(Rule):
     level = "error"
     fix = "a port between 1024 and 65535"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for node in file.source.of(ast.Constant):
-            up = file.source.parent[node]
+    def check(self, file: Checked) -> Hits:
+        for node in file.of(ast.Constant):
+            up = file.parent[node]
             port: object = None
-            if isinstance(up, ast.Assign) and "MASTER_PORT" in file.source.segment(up.targets[0]):
+            if isinstance(up, ast.Assign) and "MASTER_PORT" in file.segment(up.targets[0]):
                 port = node.value
             elif (
                 isinstance(up, ast.Call)
-                and last(file.source.name(up.func)) in ("setdefault", "get", "getenv")
+                and last(file.name(up.func)) in ("setdefault", "get", "getenv")
                 and len(up.args) == 2
             ):
                 port = node.value if literal(up.args[0]) == "MASTER_PORT" and up.args[1] is node else None
             elif isinstance(node.value, str) and (found := re.fullmatch(r"tcp://[\w.\-]+:(\d+)", node.value)):
                 port = found[1]
             if isinstance(port, str | int) and str(port).isdigit() and int(port) > 65535:
-                yield self.found(file, node, f"{port} is no port")
+                yield hit(node, f"{port} is no port")
 
 
 class SaveUnguarded(Rule):
@@ -371,15 +355,14 @@ class SaveUnguarded(Rule):
     in_tests = False
     fix = "save on rank 0 only"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source, names = file.source, file.names
+    def check(self, file: Checked) -> Hits:
         if not file.uses("ddp") or file.uses("fsdp", "accelerator"):
             return
-        for call in source.of(ast.Call):
-            if source.name(call.func) != "torch.save" or len(call.args) + len(call.keywords) < 2:
+        for call in file.of(ast.Call):
+            if file.name(call.func) != "torch.save" or len(call.args) + len(call.keywords) < 2:
                 continue
-            ctx = source.at(call)
-            if names.guard(ctx) or any(
+            ctx = file.at(call)
+            if file.guard(ctx) or any(
                 re.search(r"rank|main|master|primary|chief|is_dist|distributed|gpu\b|worker", test.text, re.I)
                 for test in ctx.tests
             ):
@@ -390,22 +373,22 @@ class SaveUnguarded(Rule):
             function = ctx.function
             guards: set[str] = set()
             while function is not None:
-                called = file.project.guards(source.path, source.qualname(function))
+                called = file.project.guards(file.path, file.source.qualname(function))
                 guards |= called or {"unknown"}
-                function = source.context[function].function
+                function = file.source.context[function].function
             here = ctx.function is None or guards == {""}
             if here and self._distributed(file, call):
-                yield self.found(file, call, "all ranks write this file at the same time")
+                yield hit(call, "all ranks write this file at the same time")
 
     def _per_rank(self, file: Checked, path: ast.expr) -> bool:
-        texts = [file.source.segment(path)]
+        texts = [file.segment(path)]
         for node in ast.walk(path):
             if isinstance(node, ast.Name | ast.Attribute):
-                texts += [file.source.segment(value) for _, value in file.names.values(node)]
+                texts += [file.segment(value) for _, value in file.values(node)]
         return any(re.search(r"rank|BytesIO|buffer|local|proc|uuid|tmp", text, re.I) for text in texts)
 
     def _distributed(self, file: Checked, call: ast.Call) -> bool:
         """DDP is made in this file, or in one that calls this function."""
-        function = file.source.qualname(file.source.function(call))
-        callers = {where for where, _ in file.project.callers.get((file.source.path, function), [])}
-        return any("ddp" in file.project.files[one].uses for one in {file.source.path, *callers})
+        function = file.source.qualname(file.function(call))
+        callers = {where for where, _ in file.project.callers.get((file.path, function), [])}
+        return any("ddp" in file.project.files[one].uses for one in {file.path, *callers})

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
 from evener.lint.events import Event, exclusive, training_loops
 from evener.lint.names import loops_over_epochs
-from evener.lint.rule import Checked, Edit, Finding, Rule, alone, line_start, replace
+from evener.lint.rule import Checked, Edit, Hits, Rule, alone, hit, line_start, replace
 from evener.lint.source import Context, Loop, last, literal
 
 
@@ -17,10 +16,10 @@ def per_batch(file: Checked, ctx: Context) -> bool:
     if not ctx.loops:
         return False
     loop = ctx.loops[-1]
-    if not isinstance(loop, ast.While) and file.names.is_loader(loop.iter):
+    if not isinstance(loop, ast.While) and file.is_loader(loop.iter):
         return True
     inner = {one for events in file.events for one in training_loops(events)}
-    return loop in inner or (isinstance(loop, ast.While) and any(file.source.inside(one, loop) for one in inner))
+    return loop in inner or (isinstance(loop, ast.While) and any(file.inside(one, loop) for one in inner))
 
 
 def gated(file: Checked, ctx: Context) -> bool:
@@ -28,7 +27,7 @@ def gated(file: Checked, ctx: Context) -> bool:
     loop = ctx.loops[-1]
     return any(
         test.wanted
-        and file.source.inside(test.node, loop)
+        and file.inside(test.node, loop)
         and re.search(r"%|==|log|print|freq|interval|every|last|verbose|debug|profil|bench|first|>=", test.text)
         for test in ctx.tests
     )
@@ -50,7 +49,7 @@ class SchedulerBeforeOptimizer(Rule):
 
     fix = "optimizer.step() first, then scheduler.step()"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         for events in file.events:
             steps = [one for one in events if one.kind in ("step", "scaler-step")]
             for event in events:
@@ -58,8 +57,8 @@ class SchedulerBeforeOptimizer(Rule):
                     continue
                 owner = event.node.func.value if isinstance(event.node.func, ast.Attribute) else event.node
                 if (
-                    file.names.holds(owner, "foreign scheduler", "plateau", "managed")
-                    or last(file.source.segment(event.node.func)) != "step"
+                    file.holds(owner, "foreign scheduler", "plateau", "managed")
+                    or last(file.segment(event.node.func)) != "step"
                 ):
                     continue
                 depth = len(event.ctx.loops)
@@ -69,8 +68,7 @@ class SchedulerBeforeOptimizer(Rule):
                 before = [one for one in own if one.place < event.place]
                 after = [one for one in own if one.place > event.place and one.node.lineno != event.node.lineno]
                 if after and not before and not self._skips_first(file, event):
-                    yield self.found(
-                        file, event.node, "the scheduler steps first: the first learning rate is skipped",
+                    yield hit(event.node, "the scheduler steps first: the first learning rate is skipped",
                         *self._swap(file, event, after[0]),
                     )  # fmt: skip
 
@@ -79,16 +77,15 @@ class SchedulerBeforeOptimizer(Rule):
 
     def _swap(self, file: Checked, event: Event, step: Event) -> tuple[Edit, ...]:
         """Moves the scheduler's line behind the optimizer's, where both are lines of one block."""
-        source = file.source
-        first, second = source.statement(event.node), source.statement(step.node)
-        if source.parent[first] is not source.parent[second] or not (alone(source, first) and alone(source, second)):
+        first, second = file.statement(event.node), file.statement(step.node)
+        if file.parent[first] is not file.parent[second] or not (alone(file, first) and alone(file, second)):
             return ()
-        if source.at(first).tests != source.at(second).tests or isinstance(second, ast.If):
+        if file.at(first).tests != file.at(second).tests or isinstance(second, ast.If):
             return ()
-        start, end = line_start(source, first), source.starts[first.end_lineno or first.lineno]
-        behind = source.starts[second.end_lineno or second.lineno]
-        moved = source.data[start:end].decode()
-        if not source.data[:behind].endswith((b"\n", b"\r")):
+        start, end = line_start(file, first), file.starts[first.end_lineno or first.lineno]
+        behind = file.starts[second.end_lineno or second.lineno]
+        moved = file.data[start:end].decode()
+        if not file.data[:behind].endswith((b"\n", b"\r")):
             return ()
         return Edit(start, end, ""), Edit(behind, behind, moved)
 
@@ -110,27 +107,26 @@ class LossGraphAccumulate(Rule):
 
     fix = "total += loss.detach()"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source, names = file.source, file.names
-        for aug in source.of(ast.AugAssign):
-            ctx = source.at(aug)
+    def check(self, file: Checked) -> Hits:
+        for aug in file.of(ast.AugAssign):
+            ctx = file.at(aug)
             if not isinstance(aug.op, ast.Add) or not ctx.loops or not isinstance(aug.target, ast.Name | ast.Attribute):
                 continue
             value = aug.value
             while isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult | ast.Div):
-                value = value.left if "loss" in source.segment(value.left).lower() else value.right
-            if not isinstance(value, ast.Name) or "loss" not in value.id.lower() or names.without_grad(aug):
+                value = value.left if "loss" in file.segment(value.left).lower() else value.right
+            if not isinstance(value, ast.Name) or "loss" not in value.id.lower() or file.without_grad(aug):
                 continue
-            target = source.segment(aug.target)
+            target = file.segment(aug.target)
             loop = ctx.loops[-1]
-            starts = names.bound.get((names._scope(aug.target), target), [])
-            outside = starts and not any(source.inside(stmt, loop) for stmt, _ in starts)
+            starts = file.names.bound.get((file.names.scope(aug.target), target), [])
+            outside = starts and not any(file.inside(stmt, loop) for stmt, _ in starts)
             if not outside or not self._has_graph(file, value, loop):
                 continue
             reads = {
-                id(up) for node in source.of(ast.Name)
-                if node.id == target and node.lineno > aug.lineno and source.function(node) is ctx.function
-                for up in source.above(node) if isinstance(up, ast.Assign | ast.Return | ast.Call)
+                id(up) for node in file.of(ast.Name)
+                if node.id == target and node.lineno > aug.lineno and file.function(node) is ctx.function
+                for up in file.above(node) if isinstance(up, ast.Assign | ast.Return | ast.Call)
             }  # fmt: skip
             backs = [
                 one
@@ -138,46 +134,44 @@ class LossGraphAccumulate(Rule):
                 for one in events
                 if one.kind == "backward" and one.ctx.function is ctx.function
             ]
-            summed = any(target in source.segment(one.node.func) for one in backs) or any(
-                id(up) in reads for one in backs for up in source.above(one.node)
+            summed = any(target in file.segment(one.node.func) for one in backs) or any(
+                id(up) in reads for one in backs for up in file.above(one.node)
             )
             inside = [one for one in backs if loop in one.ctx.loops]
             later = [one for one in backs if one.place > (aug.lineno, 0) and loop not in one.ctx.loops]
             if summed or later:
                 continue  # one step's loss, made of parts
             if inside or per_batch(file, ctx) or self._evaluates(file, ctx, target):
-                edit = replace(source, value, f"{value.id}.detach()")
-                yield self.found(file, aug, f"{target} keeps every step's graph", edit)
+                edit = replace(file, value, f"{value.id}.detach()")
+                yield hit(aug, f"{target} keeps every step's graph", edit)
 
     def _has_graph(self, file: Checked, name: ast.Name, loop: Loop) -> bool:
         """The nearest assignment above is the result of a call that may need gradients, and no number."""
         number = re.compile(
             r"\.item\(\)|\.detach\(\)|float\(|\.data\b|\.tolist\(|\.numpy\(|\.cpu\(\)\.|_value|\bnp\.|sum\(\w+\.values"
         )
-        before = [(stmt, value) for stmt, value in file.names.values(name) if stmt.lineno <= name.lineno]
-        near = [(stmt, value) for stmt, value in before if file.source.inside(stmt, loop)]
+        before = [(stmt, value) for stmt, value in file.values(name) if stmt.lineno <= name.lineno]
+        near = [(stmt, value) for stmt, value in before if file.inside(stmt, loop)]
         if not near:
             return False
-        if any(number.search(file.source.segment(value)) for _, value in near):
+        if any(number.search(file.segment(value)) for _, value in near):
             return False
         backs = [one for events in file.events for one in events if one.kind == "backward"]
-        if any(name.id in file.source.segment(one.node) for one in backs):
+        if any(name.id in file.segment(one.node) for one in backs):
             return True
         calls = [value for _, value in near if isinstance(value, ast.Call)]
         named = re.compile(r"(crit|loss|model|net|ce|mse|func|fn)\w*$", re.I)
         first = [value for _, value in near[:1] if isinstance(value, ast.Subscript | ast.Name)]
-        return bool(first) or any(named.search(file.source.segment(call.func)) for call in calls)
+        return bool(first) or any(named.search(file.segment(call.func)) for call in calls)
 
     def _evaluates(self, file: Checked, ctx: Context, target: str) -> bool:
         """An evaluation loop without a loader: it calls the model, and does not return the sum as a loss."""
         returned = any(
-            target in file.source.segment(one.value) for one in file.source.of(ast.Return)
-            if one.value is not None and file.source.function(one) is ctx.function
+            target in file.segment(one.value) for one in file.of(ast.Return)
+            if one.value is not None and file.function(one) is ctx.function
         )  # fmt: skip
         return (
-            not returned
-            and not file.events
-            and bool(re.search(r"\bmodel(\.forward)?\(", file.source.segment(ctx.loops[-1])))
+            not returned and not file.events and bool(re.search(r"\bmodel(\.forward)?\(", file.segment(ctx.loops[-1])))
         )
 
 
@@ -195,22 +189,22 @@ class BarrierEveryStep(Rule):
 
     fix = "delete it"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            dotted = file.source.name(call.func)
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
+            dotted = file.name(call.func)
             waits = dotted == "torch.distributed.barrier" or last(dotted) == "wait_for_everyone"
-            ctx = file.source.at(call)
-            if not waits or not per_batch(file, ctx) or gated(file, ctx) or file.names.guard(ctx):
+            ctx = file.at(call)
+            if not waits or not per_batch(file, ctx) or gated(file, ctx) or file.guard(ctx):
                 continue
-            stmt = file.source.statement(call)
+            stmt = file.statement(call)
             edits = ()
-            if isinstance(stmt, ast.Expr) and alone(file.source, stmt) and len(_siblings(file, stmt)) > 1:
-                edits = (Edit(line_start(file.source, stmt), file.source.starts[stmt.end_lineno or stmt.lineno], ""),)  # type: ignore[assignment]
-            yield self.found(file, call, "all ranks wait for the slowest at every step", *edits, unsafe=True)
+            if isinstance(stmt, ast.Expr) and alone(file, stmt) and len(_siblings(file, stmt)) > 1:
+                edits = (Edit(line_start(file, stmt), file.starts[stmt.end_lineno or stmt.lineno], ""),)  # type: ignore[assignment]
+            yield hit(call, "all ranks wait for the slowest at every step", *edits, unsafe=True)
 
 
 def _siblings(file: Checked, stmt: ast.stmt) -> list[ast.stmt]:
-    up = file.source.parent[stmt]
+    up = file.parent[stmt]
     return next((body for name in ("body", "orelse", "finalbody") if stmt in (body := getattr(up, name, []))), [stmt])
 
 
@@ -227,22 +221,20 @@ class EmptyCacheInLoop(Rule):
 
     fix = "delete it; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragments"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        for call in file.source.of(ast.Call):
-            if file.source.name(call.func) != "torch.cuda.empty_cache":
+    def check(self, file: Checked) -> Hits:
+        for call in file.of(ast.Call):
+            if file.name(call.func) != "torch.cuda.empty_cache":
                 continue
-            ctx = file.source.at(call)
+            ctx = file.at(call)
             if not ctx.loops or ctx.handlers or loops_over_epochs(file.names, ctx.loops[-1]):
                 continue
             loop = ctx.loops[-1]
             counts = (
-                isinstance(loop, ast.For)
-                and isinstance(loop.iter, ast.Call)
-                and file.source.name(loop.iter.func) == "range"
+                isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and file.name(loop.iter.func) == "range"
             )
             fixed = counts and all(literal(arg) is not ... for arg in loop.iter.args)  # type: ignore[union-attr]
             if per_batch(file, ctx) or (counts and not fixed):
-                yield self.found(file, call, "the cache is emptied at every turn of the loop, and filled again")
+                yield hit(call, "the cache is emptied at every turn of the loop, and filled again")
 
 
 class DebugLeftOn(Rule):
@@ -257,20 +249,17 @@ class DebugLeftOn(Rule):
 
     fix = "switch it on from outside, for one run"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
 
         def meant(node: ast.AST) -> bool:
-            return any(
-                re.search(r"debug|anomaly|detect|trace|block", test.text, re.I) for test in source.at(node).tests
-            )
+            return any(re.search(r"debug|anomaly|detect|trace|block", test.text, re.I) for test in file.at(node).tests)
 
-        for call in source.of(ast.Call):
-            dotted = source.name(call.func)
+        for call in file.of(ast.Call):
+            dotted = file.name(call.func)
             on = dotted == "torch.autograd.set_detect_anomaly" and call.args and literal(call.args[0]) is True
             if (on or dotted == "torch.autograd.detect_anomaly") and not meant(call):
-                yield self.found(file, call, "anomaly mode is on for the whole run")
-        for assign in source.of(ast.Assign):
+                yield hit(call, "anomaly mode is on for the whole run")
+        for assign in file.of(ast.Assign):
             target = assign.targets[0]
             if (
                 (
@@ -278,10 +267,10 @@ class DebugLeftOn(Rule):
                     and literal(target.slice) == "CUDA_LAUNCH_BLOCKING"
                     and str(literal(assign.value)) == "1"
                 )
-                and source.name(target.value) in ("os.environ", "environ")
+                and file.name(target.value) in ("os.environ", "environ")
                 and not meant(assign)
             ):
-                yield self.found(file, assign, "every CUDA kernel waits for the one before")
+                yield hit(assign, "every CUDA kernel waits for the one before")
 
 
 class SyncEveryStep(Rule):
@@ -299,21 +288,21 @@ class SyncEveryStep(Rule):
     level = "hint"
     fix = "sum on the device, read at log steps"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
+    def check(self, file: Checked) -> Hits:
         training = {loop for events in file.events for loop in training_loops(events)}
-        for call in file.source.of(ast.Call):
-            ctx = file.source.at(call)
+        for call in file.of(ast.Call):
+            ctx = file.at(call)
             if not ctx.loops or ctx.handlers:
                 continue
             item = isinstance(call.func, ast.Attribute) and call.func.attr == "item" and not call.args
-            waits = file.source.name(call.func) == "torch.cuda.synchronize"
+            waits = file.name(call.func) == "torch.cuda.synchronize"
             if not item and not waits:
                 continue
             trains = ctx.loops[-1] in training or (
                 (waits or bool(ctx.function and re.search(r"train", ctx.function.name))) and per_batch(file, ctx)
             )
             if trains and not gated(file, ctx):
-                yield self.found(file, call, "the host waits for the device at every step")
+                yield hit(call, "the host waits for the device at every step")
 
 
 class BenchmarkAndDeterministic(Rule):
@@ -330,17 +319,16 @@ class BenchmarkAndDeterministic(Rule):
     level = "hint"
     fix = "benchmark = False where runs must repeat"
 
-    def check(self, file: Checked) -> Iterator[Finding]:
-        source = file.source
+    def check(self, file: Checked) -> Hits:
         switched: dict[str, list[ast.Assign]] = {"deterministic": [], "benchmark": []}
-        for assign in source.of(ast.Assign):
+        for assign in file.of(ast.Assign):
             target = assign.targets[0]
-            if isinstance(target, ast.Attribute) and target.attr in switched and "cudnn" in source.segment(target):
+            if isinstance(target, ast.Attribute) and target.attr in switched and "cudnn" in file.segment(target):
                 if literal(assign.value) is True:
                     switched[target.attr].append(assign)
         for assign in switched["benchmark"]:
-            mine = {test.text: test.wanted for test in source.at(assign).tests}
+            mine = {test.text: test.wanted for test in file.at(assign).tests}
             for other in switched["deterministic"]:
-                if all(mine.get(test.text, test.wanted) == test.wanted for test in source.at(other).tests):
-                    yield self.found(file, assign, f"line {other.lineno} asks for determinism, benchmark undoes it")
+                if all(mine.get(test.text, test.wanted) == test.wanted for test in file.at(other).tests):
+                    yield hit(assign, f"line {other.lineno} asks for determinism, benchmark undoes it")
                     break
