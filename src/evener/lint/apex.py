@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 
-from evener.lint.rule import Checked, Edit, alone, indent_of, insert_before, line_start, newline, replace
+from evener.lint.rule import Checked, Edit, alone, indent_of, insert_before, line_start, newline, replace, siblings
 from evener.lint.source import Source, keyword, literal
 
 RENAMED = {
@@ -252,11 +252,9 @@ class Codemod:
     def statement(self, stmt: ast.stmt, lines: list[str]) -> Edit:
         """The import statement becomes these lines; none: it goes, or becomes `pass` where it is alone in its block."""
         file = self.file
-        up = file.parent[stmt]
-        body = next((b for part in ("body", "orelse", "finalbody") if stmt in (b := getattr(up, part, []))), [])
         if not alone(file, stmt):
             raise NotUnderstood
-        if not lines and len(body) == 1:
+        if not lines and len(siblings(file, stmt)) == 1:
             lines = ["pass"]
         indent = indent_of(file, stmt)
         text = "".join(f"{indent}{line}{newline(file)}" for line in lines)

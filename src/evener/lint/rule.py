@@ -215,6 +215,12 @@ def alone(file: Checked, stmt: ast.stmt) -> bool:
     return not file.data[line_start(file, stmt) : start].strip() and not rest.split(b"#")[0].strip()
 
 
+def siblings(file: Checked, stmt: ast.stmt) -> list[ast.stmt]:
+    """The block that the statement is in."""
+    up = file.parent[stmt]
+    return next((body for part in ("body", "orelse", "finalbody") if stmt in (body := getattr(up, part, []))), [stmt])
+
+
 def insert_before(file: Checked, stmt: ast.stmt, code: str) -> Edit | None:
     """`code` on a line of its own before the statement, as deep as it."""
     if not alone(file, stmt):

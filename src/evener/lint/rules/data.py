@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
 from evener.lint.names import loops_over_epochs
-from evener.lint.rule import Checked, Edit, Hits, Rule, add_argument, hit, indent_of, newline, remove_argument
+from evener.lint.rule import Checked, Edit, Hits, Rule, add_argument, hit, indent_of, newline, remove_argument, replace
 from evener.lint.source import hides_arguments, keyword, last, literal
 
 HELD_OUT = re.compile(
@@ -17,11 +16,24 @@ HELD_OUT = re.compile(
 TRAINED = re.compile(r"train|\btr_", re.I)
 
 
-def samplers(file: Checked) -> Iterator[ast.Call]:
+def samplers(file: Checked) -> list[ast.Call]:
     """Every DistributedSampler that is made, subclasses of the same name in other libraries too."""
-    for call in file.of(ast.Call):
-        if last(file.name(call.func)) == "DistributedSampler" and file.holds(call, "sampler"):
-            yield call
+    return [call for call in file.making("sampler") if last(file.name(call.func)) == "DistributedSampler"]
+
+
+def shuffles(call: ast.Call) -> bool:
+    """A sampler's default; what is in **kwargs is not known."""
+    shuffle = keyword(call, "shuffle", 3)
+    return not hides_arguments(call) and (shuffle is None or literal(shuffle) is True)
+
+
+def about(file: Checked, call: ast.Call) -> str:
+    """The names around a sampler or loader: what it is bound to, and of which rows it is."""
+    return f"{name_of(file, call)} {file.segment(call.args[0]) if call.args else ''}"
+
+
+def held_out(text: str) -> bool:
+    return bool(HELD_OUT.search(text)) and not TRAINED.search(text)
 
 
 def name_of(file: Checked, node: ast.AST) -> str:
@@ -55,34 +67,23 @@ class SamplerNoSetEpoch(Rule):
         if file.calls("set_epoch") or file.uses("accelerator"):
             return
         for call in samplers(file):
-            shuffle = keyword(call, "shuffle", 3)
-            if hides_arguments(call) or (shuffle is not None and literal(shuffle) is not True):
+            if not shuffles(call) or held_out(about(file, call)):
                 continue
-            bound = name_of(file, call)
-            about = bound + " " + (file.segment(call.args[0]) if call.args else "")
-            if HELD_OUT.search(about) and not TRAINED.search(about):
-                continue
-            function = file.function(call)
+            bound, function = name_of(file, call), file.function(call)
             loops = [
                 loop for loop in file.source.loops()
                 if file.function(loop) is function and loops_over_epochs(file.names, loop)
             ]  # fmt: skip
             if not loops and not file.uses("epoch loop"):
                 continue
-            edits: list[Edit] = []
-            after = [loop for loop in loops if loop.lineno > call.lineno]
-            if (
-                len(after) == 1
-                and bound.isidentifier()
-                and isinstance(after[0], ast.For)
-                and isinstance(after[0].target, ast.Name)
-            ):
-                loop = after[0]
+            edit, after = None, [loop for loop in loops if loop.lineno > call.lineno]
+            loop = after[0] if len(after) == 1 and bound.isidentifier() else None
+            if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name):
                 if file.at(call).tests == file.at(loop).tests and loop.body[0].lineno > loop.lineno:
                     at = file.starts[loop.body[0].lineno - 1]
                     indent = indent_of(file, loop.body[0])
-                    edits = [Edit(at, at, f"{indent}{bound}.set_epoch({after[0].target.id}){newline(file)}")]
-            yield hit(call, "set_epoch is called nowhere: every epoch has the same order", *edits)
+                    edit = Edit(at, at, f"{indent}{bound}.set_epoch({loop.target.id}){newline(file)}")
+            yield hit(call, "set_epoch is called nowhere: every epoch has the same order", edit)
 
 
 class SamplerRankSeed(Rule):
@@ -102,7 +103,7 @@ class SamplerRankSeed(Rule):
     def check(self, file: Checked) -> Hits:
         for call in samplers(file):
             seed = keyword(call, "seed", 4)
-            if seed is None or not any(file.is_rank(node) for node in ast.walk(seed) if isinstance(node, ast.expr)):
+            if seed is None or not any(file.is_rank(node) for node in ast.walk(seed)):
                 continue
             edit = remove_argument(file, call, seed)
             if isinstance(seed, ast.BinOp) and isinstance(seed.op, ast.Add) and file.is_rank(seed.right):
@@ -127,25 +128,20 @@ class DdpLoaderNoSampler(Rule):
     fix = "sampler=DistributedSampler(dataset) instead of shuffle=True"
 
     def check(self, file: Checked) -> Hits:
-        here = [call for call in file.of(ast.Call) if "ddp" in file.made(call)]
-        if (
-            not here
-            or file.uses("sampler", "accelerator", "fsdp")
-            or file.calls("split_dataset_by_node", "random_split_by_rank")
-        ):
+        if not file.making("ddp") or file.uses("sampler", "accelerator", "fsdp"):
             return
-        if any("Sampler" in alias for alias in file.aliases) or re.search(
-            r"Sampler\(|IterableDataset|\[rank::|shard\(", file.text
-        ):
+        if file.calls("split_dataset_by_node", "random_split_by_rank"):
             return
-        for call in file.of(ast.Call):
-            if "loader" not in file.made(call) or hides_arguments(call):
+        if any("Sampler" in alias for alias in file.aliases):
+            return
+        if re.search(r"Sampler\(|IterableDataset|\[rank::|shard\(", file.text):
+            return
+        for call in file.making("loader"):
+            if hides_arguments(call) or literal(keyword(call, "shuffle")) is not True or keyword(call, "batch_sampler"):
                 continue
-            if literal(keyword(call, "shuffle")) is True and not keyword(call, "batch_sampler"):
-                about = name_of(file, call) + " " + (file.segment(call.args[0]) if call.args else "")
-                one = file.guard(call) or any("dist" in test.text and not test.wanted for test in file.at(call).tests)
-                if not one and not (HELD_OUT.search(about) and not TRAINED.search(about)):
-                    yield hit(call, "every rank goes through all rows: the loader has no DistributedSampler")
+            alone = any("dist" in test.text and not test.wanted for test in file.at(call).tests)
+            if not alone and not file.guard(call) and not held_out(about(file, call)):
+                yield hit(call, "every rank goes through all rows: the loader has no DistributedSampler")
 
 
 class EvalSamplerShuffles(Rule):
@@ -164,20 +160,14 @@ class EvalSamplerShuffles(Rule):
 
     def check(self, file: Checked) -> Hits:
         for call in samplers(file):
-            shuffle = keyword(call, "shuffle", 3)
-            if hides_arguments(call) or (shuffle is not None and literal(shuffle) is not True):
+            names, function = about(file, call), file.function(call)
+            if function is not None and not held_out(names):  # build_val_loader(...)
+                loader = re.search(r"(val|valid|test|eval)\w*?_?(loader|dataset|data)", function.name, re.I)
+                names = "val" if loader and not TRAINED.search(names + function.name) else ""
+            if not shuffles(call) or not held_out(names):
                 continue
-            bound = name_of(file, call)
-            rows = file.segment(call.args[0]) if call.args else ""
-            function = file.function(call)
-            about = f"{bound} {rows}"
-            if not HELD_OUT.search(about) or TRAINED.search(about):
-                loader = function and re.search(
-                    r"(val|valid|test|eval)\w*?_?(loader|dataset|data)", function.name, re.I
-                )
-                if function is None or not loader or TRAINED.search(about + function.name):
-                    continue
-            edit = add_argument(file, call, "shuffle=False") if shuffle is None else Edit(*file.span(shuffle), "False")
+            shuffle = keyword(call, "shuffle", 3)
+            edit = replace(file, shuffle, "False") if shuffle else add_argument(file, call, "shuffle=False")
             yield hit(call, "the validation sampler shuffles (the default) and repeats rows", edit)
 
 
@@ -216,4 +206,5 @@ class EvalMetricNotReduced(Rule):
                 and re.search(r"correct|total|count|hits", file.segment(aug.target))
             }  # fmt: skip
             if counted:
-                yield hit(function, f"{', '.join(sorted(counted))}: counted on this rank's share, never reduced")
+                names = ", ".join(sorted(counted))
+                yield hit(function, f"{names}: counted on this rank's share, never reduced")

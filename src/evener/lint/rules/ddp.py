@@ -6,8 +6,8 @@ import ast
 import re
 
 from evener.lint.names import SAME
-from evener.lint.rule import Checked, Edit, Hits, Rule, hit, replace
-from evener.lint.source import keyword, last, literal
+from evener.lint.rule import Checked, Hits, Rule, hit, replace
+from evener.lint.source import keyword, last, literal, method
 
 
 class DdpForwardOnOneRank(Rule):
@@ -27,31 +27,21 @@ class DdpForwardOnOneRank(Rule):
     fix = "call model.module under no_grad, or let all ranks take part"
 
     def check(self, file: Checked) -> Hits:
+        why = "the DDP model is called on one rank: it waits for the others in its buffers"
         for call in file.of(ast.Call):
-            if not isinstance(call.func, ast.Name | ast.Attribute) or "ddp" not in file.kinds(call.func):
+            if not isinstance(call.func, ast.Name | ast.Attribute) or not file.holds(call.func, "ddp"):
                 continue
-            ctx = file.at(call)
-            if file.guard(ctx) != "one" or self._elsewhere(file, call):
-                continue
-            edits: tuple[Edit, ...] = ()
+            same = (file.function(call), file.segment(call.func))
+            if file.guard(call) != "one" or any(
+                file.guard(other) == "others" and (file.function(other), file.segment(other.func)) == same
+                for other in file.of(ast.Call)
+            ):
+                continue  # or the other ranks call it too, in their own branch
             values = [value for stmt, value in file.values(call.func) if stmt.lineno < call.lineno][-1:]
-            if values and "ddp" not in file.kinds(values[0]):
-                continue  # it was made anew, or unwrapped
-            if file.without_grad(call) and values:
-                edits = (replace(file, call.func, f"{file.exact(call.func)}.module"),)
-            yield hit(
-                call, "the DDP model is called on one rank: it waits for the others in its buffers", *edits, unsafe=True
-            )
-
-    def _elsewhere(self, file: Checked, call: ast.Call) -> bool:
-        """The other ranks call it too, in their own branch."""
-        text = file.segment(call.func)
-        function = file.function(call)
-        return any(
-            file.segment(other.func) == text and file.guard(other) == "others"
-            for other in file.of(ast.Call)
-            if file.function(other) is function
-        )
+            if not values or file.holds(values[0], "ddp"):  # else it was made anew, or unwrapped
+                quiet = values and file.without_grad(call)
+                edit = replace(file, call.func, f"{file.exact(call.func)}.module") if quiet else None
+                yield hit(call, why, edit, unsafe=True)
 
 
 class RequiresGradAfterDdp(Rule):
@@ -71,25 +61,20 @@ class RequiresGradAfterDdp(Rule):
     fix = "unfreeze before wrapping, or wrap again after it"
 
     def check(self, file: Checked) -> Hits:
-        wraps = [call for call in file.of(ast.Call) if "ddp" in file.made(call)]
+        wraps = file.making("ddp")
         changed: list[tuple[ast.stmt | ast.expr, ast.expr]] = [
             (stmt, stmt.targets[0].value) for stmt in file.of(ast.Assign)
             if isinstance(stmt.targets[0], ast.Attribute) and stmt.targets[0].attr == "requires_grad"
             and literal(stmt.value) is True
         ]  # fmt: skip
-        changed += [
-            (call, call.func.value) for call in file.of(ast.Call)
-            if isinstance(call.func, ast.Attribute) and call.func.attr == "requires_grad_"
-            and (not call.args or literal(call.args[0]) is True)
-        ]  # fmt: skip
+        for call, func in file.methods("requires_grad_"):
+            if not call.args or literal(call.args[0]) is True:
+                changed.append((call, func.value))
         for where, target in changed:
-            wrapped = [
-                wrap for wrap in wraps if file.function(wrap) is file.function(where) and wrap.lineno < where.lineno
-            ]
-            if wrapped and _of_model(file, where, target, wrapped[-1]):
-                again = any(wrap.lineno > where.lineno for wrap in wraps)
-                if not again:
-                    yield hit(where, "unfrozen after DDP looked: these gradients are never averaged")
+            above = [one for one in wraps if file.function(one) is file.function(where) and one.lineno < where.lineno]
+            again = any(wrap.lineno > where.lineno for wrap in wraps)
+            if above and not again and _of_model(file, where, target, above[-1]):
+                yield hit(where, "unfrozen after DDP looked: these gradients are never averaged")
 
 
 def _of_model(file: Checked, where: ast.AST, target: ast.expr, wrap: ast.Call) -> bool:
@@ -119,30 +104,17 @@ class DdpModuleBypass(Rule):
     fix = "call the DDP model itself"
 
     def check(self, file: Checked) -> Hits:
-        for call in file.of(ast.Call):
-            func = call.func
-            if not (isinstance(func, ast.Attribute) and func.attr == "module") or "ddp" not in file.kinds(func.value):
+        for call, func in file.methods("module"):
+            if not file.holds(func.value, "ddp") or file.without_grad(call) or file.guard(call):
                 continue
-            function = file.function(call)
-            backward = any(
-                event.kind == "backward" and event.place > (call.lineno, 0) and event.ctx.function is function
-                for events in file.events for event in events
-            )  # fmt: skip
-            if not backward or file.without_grad(call) or file.guard(call):
-                continue
-            if any("eval" in test.text or "valid" in test.text for test in file.at(call).tests) or _detached(
-                file, call
-            ):
-                continue
-            yield hit(
-                call,
-                ".module goes around DDP: these gradients are not averaged",
-                replace(file, func, file.exact(func.value)),
+            trains = any(
+                one.place > (call.lineno, 0) and one.ctx.function is file.function(call) for one in file.backwards
             )
-
-
-def _detached(file: Checked, call: ast.Call) -> bool:
-    return any(isinstance(up, ast.Attribute) and up.attr == "detach" for up in file.above(call))
+            evaluates = any("eval" in test.text or "valid" in test.text for test in file.at(call).tests)
+            detached = any(isinstance(up, ast.Attribute) and up.attr == "detach" for up in file.above(call))
+            if trains and not evaluates and not detached:
+                edit = replace(file, func, file.exact(func.value))
+                yield hit(call, ".module goes around DDP: these gradients are not averaged", edit)
 
 
 class WrappedStateDict(Rule):
@@ -162,32 +134,20 @@ class WrappedStateDict(Rule):
     def check(self, file: Checked) -> Hits:
         if re.search(r"""["']module\.["']|replace\(["']module|consume_prefix""", file.text):
             return
-        for call in file.of(ast.Call):
-            if file.name(call.func) != "torch.save" or not call.args:
-                continue
-            for inner in ast.walk(call.args[0]):
-                if not (
-                    isinstance(inner, ast.Call)
-                    and isinstance(inner.func, ast.Attribute)
-                    and inner.func.attr == "state_dict"
-                ):
-                    continue
-                model = inner.func.value
-                if not isinstance(model, ast.Name | ast.Attribute) or file.kinds(model).isdisjoint({"ddp", "dp"}):
+        for call in file.calls_of("torch.save"):
+            for inner in ast.walk(call.args[0]) if call.args else ():
+                func = method(inner, "state_dict")
+                model = func.value if func else None
+                if not isinstance(model, ast.Name | ast.Attribute) or not file.holds(model, "ddp", "dp"):
                     continue
                 values = file.now(model)
-                unwrapped = [v for _, v in values if isinstance(v, ast.Attribute) and v.attr == "module"]
-                wrapped = any(not file.kinds(value).isdisjoint({"ddp", "dp"}) for _, value in values)
-                if unwrapped or (file.values(model) and not wrapped):
+                unwrapped = any(isinstance(v, ast.Attribute) and v.attr == "module" for _, v in values)
+                wrapped = [file.holds(value, "ddp", "dp") for _, value in values]
+                if unwrapped or (file.values(model) and not any(wrapped)):
                     continue
-                last_stmt, last_value = values[-1] if values else (None, None)
-                always = (
-                    last_value is not None and last_stmt is not None
-                    and not file.kinds(last_value).isdisjoint({"ddp", "dp"})
-                    and not file.at(last_stmt).tests
-                )  # fmt: skip
-                edits = (replace(file, model, f"{file.exact(model)}.module"),) if always else ()
-                yield hit(inner, 'the saved keys begin with "module."', *edits)
+                always = values and wrapped[-1] and not file.at(values[-1][0]).tests
+                edit = replace(file, model, f"{file.exact(model)}.module") if always else None
+                yield hit(inner, 'the saved keys begin with "module."', edit)
 
 
 class DpModelOffFirst(Rule):
@@ -204,31 +164,20 @@ class DpModelOffFirst(Rule):
     fix = "put the model on device_ids[0]"
 
     def check(self, file: Checked) -> Hits:
-        for call in file.of(ast.Call):
-            if "dp" not in file.made(call) or not call.args:
-                continue
+        for call in file.making("dp"):
             ids = keyword(call, "device_ids", 1)
             first = literal(ids.elts[0]) if isinstance(ids, ast.List | ast.Tuple) and ids.elts else ...
-            if not isinstance(first, int):
+            if not call.args or not isinstance(first, int):
                 continue
-            for value in [call.args[0], *[v for s, v in file.values(call.args[0]) if s.lineno <= call.lineno][-1:]]:
+            made = [value for stmt, value in file.values(call.args[0]) if stmt.lineno <= call.lineno][-1:]
+            for value in (call.args[0], *made):
                 if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.args):
                     continue
                 where = literal(value.args[0])
-                index = (
-                    where
-                    if isinstance(where, int)
-                    else int(m[1])
-                    if (m := re.fullmatch(r"cuda:(\d+)", str(where)))
-                    else None
-                )
-                if SAME.fullmatch(value.func.attr) and index is not None and index != first:
-                    text = f'"cuda:{first}"' if isinstance(where, str) else str(first)
-                    yield hit(
-                        call,
-                        f"the model is on GPU {index}, device_ids begins with {first}",
-                        replace(file, value.args[0], text),
-                    )
+                index = re.fullmatch(r"(?:cuda:)?(\d+)", str(where))
+                if SAME.fullmatch(value.func.attr) and index and int(index[1]) != first:
+                    edit = replace(file, value.args[0], f'"cuda:{first}"' if isinstance(where, str) else str(first))
+                    yield hit(call, f"the model is on GPU {index[1]}, device_ids begins with {first}", edit)
 
 
 class Dataparallel(Rule):
@@ -243,12 +192,9 @@ class Dataparallel(Rule):
     fix = "DistributedDataParallel, one process per GPU (or evener.Run), is faster on one machine too"
 
     def check(self, file: Checked) -> Hits:
-        for call in file.of(ast.Call):
-            if ("dp" in file.made(call) and not isinstance(call.func, ast.Attribute | ast.Name)) or last(
-                file.name(call.func)
-            ) == "DataParallel":
-                if "dp" in file.made(call):
-                    yield hit(call, "DataParallel copies the model at every forward, from one process")
+        for call in file.making("dp"):
+            if last(file.name(call.func)) == "DataParallel":
+                yield hit(call, "DataParallel copies the model at every forward, from one process")
 
 
 class FindUnusedParameters(Rule):
@@ -265,6 +211,6 @@ class FindUnusedParameters(Rule):
     fix = "leave it out, unless DDP raises about unused parameters"
 
     def check(self, file: Checked) -> Hits:
-        for call in file.of(ast.Call):
-            if "ddp" in file.made(call) and literal(keyword(call, "find_unused_parameters")) is True:
+        for call in file.making("ddp"):
+            if literal(keyword(call, "find_unused_parameters")) is True:
                 yield hit(call, "the graph is walked at every step to find unused parameters")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 
 from evener.lint.rule import Checked, Hits, Rule, hit, replace
 from evener.lint.source import keyword, last, literal
@@ -13,15 +12,6 @@ QUERIES = {
     "is_available", "device_count", "current_device", "get_device_name", "get_device_properties", "set_device",
     "mem_get_info", "get_device_capability", "init", "empty_cache", "synchronize", "manual_seed_all",
 }  # fmt: skip
-
-
-def visible_devices(file: Checked) -> Iterator[tuple[ast.stmt, ast.expr]]:
-    """(statement, value) of every line that sets CUDA_VISIBLE_DEVICES in this process."""
-    for assign in file.of(ast.Assign):
-        target = assign.targets[0]
-        if isinstance(target, ast.Subscript) and literal(target.slice) == "CUDA_VISIBLE_DEVICES":
-            if file.name(target.value) in ("os.environ", "environ"):
-                yield assign, assign.value
 
 
 class CvdAfterCudaQuery(Rule):
@@ -41,22 +31,20 @@ class CvdAfterCudaQuery(Rule):
     def check(self, file: Checked) -> Hits:
         asked = [
             call for call in file.of(ast.Call)
-            if file.name(call.func).startswith("torch.cuda.") and last(file.name(call.func)) in QUERIES
+            if (dotted := file.name(call.func)).startswith("torch.cuda.") and last(dotted) in QUERIES
+            and not any(isinstance(up, ast.If) and "__name__" in file.segment(up.test) for up in file.above(call))
         ]  # fmt: skip
-        for stmt, _ in visible_devices(file):
+        for stmt, _, _ in file.environment("CUDA_VISIBLE_DEVICES"):
             here = file.at(stmt)
+            known = {(test.text, test.wanted) for test in here.tests}
             for call in asked:
                 there = file.at(call)
                 same = there.function is here.function or (there.function is None and there.owner is None)
-                known = {(test.text, test.wanted) for test in here.tests}
-                always = all((test.text, test.wanted) in known for test in there.tests) and not file.inside(call, stmt)
+                always = {(test.text, test.wanted) for test in there.tests} <= known and not file.inside(call, stmt)
                 tested = any(file.inside(call, test.node) for test in here.tests)
-                if same and (always or tested) and call.lineno < stmt.lineno and not self._main(file, call):
+                if same and (always or tested) and call.lineno < stmt.lineno:
                     yield hit(stmt, f"CUDA was asked in line {call.lineno}: this setting is ignored")
                     break
-
-    def _main(self, file: Checked, call: ast.Call) -> bool:
-        return any(isinstance(up, ast.If) and "__name__" in file.segment(up.test) for up in file.above(call))
 
 
 class PhysicalIdsAfterCvd(Rule):
@@ -73,24 +61,23 @@ class PhysicalIdsAfterCvd(Rule):
     fix = "count from 0 among the visible GPUs"
 
     def check(self, file: Checked) -> Hits:
-        for stmt, value in visible_devices(file):
+        for stmt, value, _ in file.environment("CUDA_VISIBLE_DEVICES"):
             text = re.sub(r"^str\((.*)\)$", r"\1", file.segment(value))
             given = literal(value)
-            count = len(str(given).split(",")) if isinstance(given, str) else None
+            count = len(given.split(",")) if isinstance(given, str) else None
             for call in file.of(ast.Call):
                 ids = keyword(call, "device_ids", 1) if file.made(call) & {"dp", "ddp"} else None
                 if ids is None and file.name(call.func) == "torch.cuda.set_device" and call.args:
                     ids = call.args[0]
                 if ids is None or call.lineno < stmt.lineno:
                     continue
-                listed = [literal(one) for one in ids.elts] if isinstance(ids, ast.List | ast.Tuple) else [literal(ids)]
-                beyond = count is not None and any(isinstance(one, int) and one >= count for one in listed)
-                from_same = (
-                    count is None
-                    and "." in text
-                    and re.search(rf"\b{re.escape(text)}\b.*split|for \w+ in {re.escape(text)}\b", file.segment(ids))
-                )
-                if beyond or from_same:
+                if count is None:
+                    again = rf"\b{re.escape(text)}\b.*split|for \w+ in {re.escape(text)}\b"
+                    wrong = "." in text and bool(re.search(again, file.segment(ids)))
+                else:
+                    listed = ids.elts if isinstance(ids, ast.List | ast.Tuple) else [ids]
+                    wrong = any(isinstance(n := literal(one), int) and n >= count for one in listed)
+                if wrong:
                     yield hit(call, f"CUDA_VISIBLE_DEVICES (line {stmt.lineno}) renumbers the GPUs from 0")
 
 
@@ -184,32 +171,18 @@ class NvidiaSmiText(Rule):
     """
 
     fix = "NVML (nvidia-ml-py), torch.cuda.mem_get_info(), or `evener gpus --json`"
+    sure = ("check_output", "Popen")
+    run = ("popen", "run", "getoutput", "system", "call", "getstatusoutput")
+    modules = ("os.", "subprocess.", "commands.", "sp.")
 
     def check(self, file: Checked) -> Hits:
         for node in file.of(ast.Constant):
             if not isinstance(node.value, str) or not re.match(r"\s*(\S*/)?nvidia-smi\b", node.value):
                 continue
-            for up in file.above(node):
-                if isinstance(up, ast.Call):
-                    dotted = file.name(up.func)
-                    run = last(dotted) in (
-                        "popen",
-                        "Popen",
-                        "check_output",
-                        "run",
-                        "getoutput",
-                        "system",
-                        "call",
-                        "getstatusoutput",
-                    )
-                    if (run and dotted.startswith(("os.", "subprocess.", "commands.", "sp."))) or last(dotted) in (
-                        "check_output",
-                        "Popen",
-                    ):
-                        yield hit(up, "nvidia-smi's output is read as text")
-                    break
-                if isinstance(up, ast.stmt):
-                    break
+            up = next(up for up in file.above(node) if isinstance(up, ast.Call | ast.stmt))
+            dotted = file.name(up.func) if isinstance(up, ast.Call) else ""
+            if last(dotted) in self.sure or (last(dotted) in self.run and dotted.startswith(self.modules)):
+                yield hit(up, "nvidia-smi's output is read as text")
 
 
 class OomByMessage(Rule):
@@ -238,19 +211,16 @@ class OomByMessage(Rule):
 
     def check(self, file: Checked) -> Hits:
         for test in file.of(ast.Compare):
-            if len(test.ops) != 1 or not isinstance(test.ops[0], ast.In | ast.NotIn):
-                continue
             text = literal(test.left)
             if not isinstance(text, str) or "out of memory" not in text.lower():
                 continue
+            if len(test.ops) != 1 or not isinstance(test.ops[0], ast.In | ast.NotIn):
+                continue
             handler = next((up for up in file.above(test) if isinstance(up, ast.ExceptHandler)), None)
             name = handler.name if handler else None
-            edits = ()
-            if (
-                name
-                and re.search(rf"\b{name}\b", file.segment(test.comparators[0]))
-                and file.aliases.get("torch") == "torch"
-            ):
-                negated = "not " if isinstance(test.ops[0], ast.NotIn) else ""
-                edits = (replace(file, test, f"{negated}isinstance({name}, torch.OutOfMemoryError)"),)  # type: ignore[assignment]
-            yield hit(test, "out of memory is recognised by its message", *edits)
+            edit = None
+            if name and re.search(rf"\b{name}\b", file.segment(test.comparators[0])):
+                if file.aliases.get("torch") == "torch":
+                    negated = "not " if isinstance(test.ops[0], ast.NotIn) else ""
+                    edit = replace(file, test, f"{negated}isinstance({name}, torch.OutOfMemoryError)")
+            yield hit(test, "out of memory is recognised by its message", edit)

@@ -11,7 +11,7 @@ from typing import Any
 
 from evener.lint.apex import codemod
 from evener.lint.rule import Checked, Edit, Finding, Hits, Rule, hit, remove_argument, replace
-from evener.lint.source import Function, keyword, last, literal
+from evener.lint.source import Function, keyword, last, literal, method
 
 
 @cache
@@ -195,15 +195,12 @@ class RemovedImport(Rule):
             old = next((name for name in rows if dotted == name or dotted.startswith(f"{name}.")), None)
             if old is None or file.at(stmt).handlers:
                 continue
-            row = rows[old]
-            new = row.get("new")
-            edits = ()
+            new, edit = rows[old].get("new"), None
             if new and isinstance(stmt, ast.ImportFrom) and len(stmt.names) == 1:
                 module, _, name = new.rpartition(".")
                 was = alias.asname or alias.name
-                text = f"from {module} import {name}" + (f" as {was}" if was != name else "")
-                edits = (replace(file, stmt, text),)  # type: ignore[assignment]
-            yield hit(stmt, f"{old} no longer exists", *edits, fix=f"use {new}" if new else row["note"])
+                edit = replace(file, stmt, f"from {module} import {name}" + (f" as {was}" if was != name else ""))
+            yield hit(stmt, f"{old} no longer exists", edit, fix=f"use {new}" if new else rows[old]["note"])
 
 
 class RemovedApi(Rule):
@@ -225,46 +222,33 @@ class RemovedApi(Rule):
         for node, dotted in references(file):
             if dotted in rows:
                 yield hit(node, f"{dotted} no longer exists", fix=rows[dotted]["note"])
-        for attribute in file.of(ast.Attribute):
-            if attribute.attr == "total_mem" and "torch" in file.aliases:
+        for attribute in file.of(ast.Attribute) if "torch" in file.aliases else ():
+            if attribute.attr == "total_mem":
                 end = file.span(attribute)[1]
                 yield hit(attribute, "total_mem is total_memory", Edit(end - len("total_mem"), end, "total_memory"))
+        for call, func in file.methods("next"):
+            if not call.args and self._iterator(file, func.value):
+                edit = replace(file, call, f"next({file.exact(func.value)})")
+                yield hit(call, "an iterator has no next method", edit)
         for call in file.of(ast.Call):
-            func = call.func
-            if (
-                isinstance(func, ast.Attribute)
-                and func.attr == "next"
-                and not call.args
-                and self._iterator(file, func.value)
-            ):
-                yield hit(
-                    call, "an iterator has no next method", replace(file, call, f"next({file.exact(func.value)})")
-                )
-            verbose = keyword(call, "verbose")
-            if verbose is not None and file.name(call.func).startswith("torch.optim.lr_scheduler."):
+            verbose, dotted = keyword(call, "verbose"), file.name(call.func)
+            if verbose is not None and dotted.startswith("torch.optim.lr_scheduler."):
                 yield hit(call, "schedulers take no verbose any more", remove_argument(file, call, verbose))
-            volatile = keyword(call, "volatile")
-            if volatile is not None and last(file.name(call.func)) == "Variable":
+            if last(dotted) == "Variable" and keyword(call, "volatile") is not None:
                 yield hit(call, "volatile does nothing: the graph is built", fix="with torch.no_grad():")
-            if (
-                isinstance(func, ast.Attribute)
-                and func.attr == "view"
-                and len(call.args) == 1
-                and literal(call.args[0]) == -1
-            ) and self._first_rows(file, func.value):
+        for call, func in file.methods("view"):
+            if [literal(arg) for arg in call.args] == [-1] and self._first_rows(file, func.value):
                 end = file.span(func)[1]
-                yield hit(
-                    call, "view of a transposed tensor's rows raises", Edit(end - 4, end, "reshape"), fix="reshape(-1)"
-                )
+                edit = Edit(end - len("view"), end, "reshape")
+                yield hit(call, "view of a transposed tensor's rows raises", edit, fix="reshape(-1)")
         for item in file.of(ast.Subscript):
-            value = item.value
-            if (
-                literal(item.slice) == 0
-                and isinstance(value, ast.Attribute)
-                and value.attr == "data"
-                and isinstance(item.ctx, ast.Load)
-            ) and (re.search(r"loss|err", file.segment(value.value), re.I) or self._summed(file, value.value)):
-                yield hit(item, "a scalar has no element 0", replace(file, item, f"{file.exact(value.value)}.item()"))
+            data = item.value
+            if not isinstance(data, ast.Attribute) or data.attr != "data" or literal(item.slice) != 0:
+                continue
+            loss = file.segment(data.value)
+            scalar = re.search(r"loss|err", loss, re.I) or loss.endswith((".sum()", ".mean()"))
+            if scalar and isinstance(item.ctx, ast.Load):
+                yield hit(item, "a scalar has no element 0", replace(file, item, f"{file.exact(data.value)}.item()"))
 
     def _iterator(self, file: Checked, node: ast.expr) -> bool:
         values = [node] if isinstance(node, ast.Call) else [value for _, value in file.values(node)]
@@ -272,25 +256,14 @@ class RemovedApi(Rule):
 
     def _first_rows(self, file: Checked, node: ast.expr) -> bool:
         """correct[:k], where correct is `pred.eq(...)` of a transposed pred."""
-        if (
-            not isinstance(node, ast.Subscript)
-            or not isinstance(node.slice, ast.Slice)
-            or not isinstance(node.value, ast.Name)
-        ):
+        if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Slice):
             return False
-        if node.slice.lower is not None and literal(node.slice.lower) != 0:
+        if not isinstance(node.value, ast.Name) or (node.slice.lower is not None and literal(node.slice.lower) != 0):
             return False
         made = [value for stmt, value in file.values(node.value) if stmt.lineno < node.lineno][-1:]
-        if not made or not isinstance(made[0], ast.Call) or not isinstance(made[0].func, ast.Attribute):
-            return False
-        call = made[0].func
-        if call.attr != "eq":
-            return False
-        return any(re.search(r"\.t\(\)|\.T\b|transpose\(", file.segment(value)) for _, value in file.values(call.value))
-
-    def _summed(self, file: Checked, node: ast.expr) -> bool:
-        text = file.segment(node)
-        return text.endswith((".sum()", ".mean()"))
+        equal = method(made[0], "eq") if made else None
+        turned = re.compile(r"\.t\(\)|\.T\b|transpose\(")
+        return equal is not None and any(turned.search(file.segment(value)) for _, value in file.values(equal.value))
 
 
 class DeprecatedName(Rule):
@@ -344,13 +317,10 @@ class SchedulerEpochArg(Rule):
     fix = "scheduler.step() after the epoch's updates"
 
     def check(self, file: Checked) -> Hits:
-        for call in file.of(ast.Call):
-            func = call.func
-            if not isinstance(func, ast.Attribute) or func.attr != "step" or not (call.args or keyword(call, "epoch")):
-                continue
-            if file.kinds(func.value) == {"scheduler"}:
-                given = call.args[0] if call.args else keyword(call, "epoch")
-                edit = remove_argument(file, call, given)  # type: ignore[arg-type]
+        for call, func in file.methods("step"):
+            given = call.args[0] if call.args else keyword(call, "epoch")
+            if given is not None and file.kinds(func.value) == {"scheduler"}:
+                edit = remove_argument(file, call, given)
                 yield hit(call, "a scheduler's step takes no epoch any more", edit, unsafe=True)
 
 
@@ -377,52 +347,28 @@ class LocalRankFlag(Rule):
     fix = 'read LOCAL_RANK: default=int(os.environ.get("LOCAL_RANK", 0))'
 
     def check(self, file: Checked) -> Hits:
-        reads = re.search(
-            r"""(environ(\.get\(|\[)|getenv\()\s*["']LOCAL_RANK["'](?!\]\s*=[^=]|\s*,\s*(str\()?\w+\.local_rank)""",
-            file.text,
-        )
-        if reads:
+        read = r"""(environ(\.get\(|\[)|getenv\()\s*["']LOCAL_RANK["'](?!\]\s*=[^=]|\s*,\s*(str\()?\w+\.local_rank)"""
+        used = re.search(r"\[.local_rank.\]", file.text) or file.uses("local_rank")
+        if re.search(read, file.text) or not used:
             return
-        for call in file.of(ast.Call):
-            if not isinstance(call.func, ast.Attribute) or call.func.attr != "add_argument":
-                continue
+        for call, _ in file.methods("add_argument"):
             flags = [literal(arg) for arg in call.args]
             if "--local_rank" not in flags or "--local-rank" in flags:
                 continue
-            if not re.search(r"\[.local_rank.\]", file.text) and not file.uses("local_rank"):
-                continue
-            first = call.args[flags.index("--local_rank")]
             default = keyword(call, "default")
-            edits = [replace(file, first, '"--local-rank", "--local_rank"')]
-            given = file.exact(default) if default is not None else "0"
-            value = f'int(os.environ.get("LOCAL_RANK", {given}))'
-            if default is None:
-                end = (
-                    max(file.span(one.value)[1] for one in call.keywords)
-                    if call.keywords
-                    else file.span(call.args[-1])[1]
-                )
-                edits.append(Edit(end, end, f", default={value}"))
+            value = f'int(os.environ.get("LOCAL_RANK", {file.exact(default) if default is not None else 0}))'
+            flag = replace(file, call.args[flags.index("--local_rank")], '"--local-rank", "--local_rank"')
+            if default is not None:
+                edits = (flag, replace(file, default, value)) if isinstance(literal(default), int) else ()
             else:
-                edits.append(replace(file, default, value))
-            ok = isinstance(literal(default), int) or default is None
-            yield hit(call, "torchrun passes no --local_rank: every rank keeps the default",
-                *(edits if ok else ()), imports=("import os",),
-            )  # fmt: skip
+                end = max(file.span(one)[1] for one in [*call.args, *(word.value for word in call.keywords)])
+                edits = (flag, Edit(end, end, f", default={value}"))
+            why = "torchrun passes no --local_rank: every rank keeps the default"
+            yield hit(call, why, *edits, imports=("import os",))
 
 
-TOLD = (
-    "print",
-    "add_argument",
-    "ArgumentParser",
-    "info",
-    "warning",
-    "warn",
-    "error",
-    "exit",
-    "RuntimeError",
-    "ValueError",
-)
+TOLD = {"print", "add_argument", "ArgumentParser", "info", "warning", "warn", "error", "exit"}
+TOLD |= {"RuntimeError", "ValueError"}
 LAUNCH = re.compile(r"(?P<python>\bpython3?\s+(?:-u\s+)?-m\s+)torch\.distributed\.launch(?P<rest>[^\n\"']*)")
 
 
@@ -437,6 +383,7 @@ class TorchDistributedLaunch(Rule):
     """
 
     fix = "torchrun (or `evener run`)"
+    why = "torch.distributed.launch is deprecated"
 
     def check(self, file: Checked) -> Hits:
         for node in file.of(ast.Constant):
@@ -444,16 +391,14 @@ class TorchDistributedLaunch(Rule):
                 continue
             up = file.parent[node]
             told = isinstance(up, ast.Expr) or (isinstance(up, ast.Call) and last(file.name(up.func)) in TOLD)
-            if told or node.lineno != node.end_lineno:
-                continue  # a docstring, or words for people
             new = to_torchrun(file.exact(node))
-            if literal(node) == "torch.distributed.launch":
+            if node.value == "torch.distributed.launch":
                 new = new.replace("torch.distributed.launch", "torch.distributed.run")
-            if new != file.exact(node):
-                yield hit(node, "torch.distributed.launch is deprecated", replace(file, node, new))
+            if not told and node.lineno == node.end_lineno and new != file.exact(node):  # else words for people
+                yield hit(node, self.why, replace(file, node, new))
         for stmt, _, dotted in imported(file):
             if re.match(r"torch\.distributed\.launch(\.|$)", dotted):
-                yield hit(stmt, "torch.distributed.launch is deprecated", fix="torch.distributed.run")
+                yield hit(stmt, self.why, fix="torch.distributed.run")
 
     def check_script(self, path: str, data: bytes) -> Iterator[Finding]:
         """The same in a shell script, line by line."""
@@ -463,18 +408,8 @@ class TorchDistributedLaunch(Rule):
             if "torch.distributed.launch" in line and not line.lstrip().startswith("#"):
                 new = to_torchrun(line)
                 column = line.index("torch.distributed.launch") + 1
-                edits = (Edit(at, at + len(raw), new),) if new != line and "�" not in line else ()
-                yield Finding(
-                    path,
-                    number,
-                    column,
-                    self.id,
-                    self.level,
-                    "torch.distributed.launch is deprecated",
-                    self.fix,
-                    edits,
-                    end=column + 24,
-                )
+                edits = (Edit(at, at + len(raw), new),) if new != line and "\ufffd" not in line else ()
+                yield Finding(path, number, column, self.id, self.level, self.why, self.fix, edits, end=column + 24)
             at += len(raw)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from evener.lint.rule import Checked, Hits, Rule, hit
-from evener.lint.source import Function, keyword, last, literal
+from evener.lint.source import keyword, last, literal, method
 
 COLLECTIVE = {"evaluate", "predict", "save", "load", "export", "digest", "step", "updates", "epochs", "batches"}
 
@@ -15,17 +15,17 @@ COLLECTIVE = {"evaluate", "predict", "save", "load", "export", "digest", "step",
 def runs(file: Checked) -> dict[str, ast.Call]:
     """name -> the call that makes the evener.Run it holds."""
     found: dict[str, ast.Call] = {}
-    for call in file.of(ast.Call):
-        if file.name(call.func) not in ("evener.Run", "evener.run.Run"):
-            continue
+    for call in file.calls_of("evener.Run", "evener.run.Run"):
         up = file.parent[call]
-        if isinstance(up, ast.withitem) and up.optional_vars is not None:
-            found[file.segment(up.optional_vars)] = call
-        elif isinstance(up, ast.Assign):
-            found[file.segment(up.targets[0])] = call
-        else:
-            found[f"<{call.lineno}>"] = call
+        target = up.targets[0] if isinstance(up, ast.Assign) else getattr(up, "optional_vars", None)
+        found[file.segment(target) if target is not None else f"<{call.lineno}>"] = call
     return found
+
+
+def loss_functions(file: Checked) -> dict[str, ast.Call]:
+    """The name of each loss function -> the Run that gets it."""
+    given = [(keyword(call, "loss_fn", 2), call) for call in runs(file).values()]
+    return {loss.id: call for loss, call in given if isinstance(loss, ast.Name)}
 
 
 class TokenMeanAsRowMean(Rule):
@@ -47,25 +47,19 @@ class TokenMeanAsRowMean(Rule):
     fix = "return evener.Mean(total=loss_sum, count=number_of_tokens)"
 
     def check(self, file: Checked) -> Hits:
-        for call in runs(file).values():
-            given = keyword(call, "loss_fn", 2)
-            if not isinstance(given, ast.Name) or keyword(call, "loss_is") is not None:
+        why = "a mean over tokens is weighted by rows: the update depends on the cut"
+        masks = re.compile(r"(mask\w*|attention_mask\W.*|labels\s*!=\s*-100\))\.sum\(")
+        losses = {name for name, call in loss_functions(file).items() if keyword(call, "loss_is") is None}
+        for function in (one for one in file.of(ast.FunctionDef) if one.name in losses):
+            if "Mean" in file.segment(function):
                 continue
-            function = next((one for one in file.of(ast.FunctionDef) if one.name == given.id), None)
-            if function is None or "Mean" in file.segment(function):
-                continue
-            for inner in file.of(ast.Call):
-                if file.function(inner) is not function or last(file.name(inner.func)) not in (
-                    "cross_entropy",
-                    "nll_loss",
-                ):
-                    continue
-                if keyword(inner, "ignore_index") is not None and literal(keyword(inner, "reduction")) in (..., "mean"):
-                    yield hit(inner, "a mean over tokens is weighted by rows: the update depends on the cut")
-            for div in file.of(ast.BinOp):
-                masked = re.search(r"(mask\w*|attention_mask\W.*|labels\s*!=\s*-100\))\.sum\(", file.segment(div.right))
-                if file.function(div) is function and isinstance(div.op, ast.Div) and masked:
-                    yield hit(div, "a mean over tokens is weighted by rows: the update depends on the cut")
+            for call in (one for one in file.of(ast.Call) if file.function(one) is function):
+                if last(file.name(call.func)) in ("cross_entropy", "nll_loss") and keyword(call, "ignore_index"):
+                    if literal(keyword(call, "reduction")) in (..., "mean"):
+                        yield hit(call, why)
+            for div in (one for one in file.of(ast.BinOp) if file.function(one) is function):
+                if isinstance(div.op, ast.Div) and masks.search(file.segment(div.right)):
+                    yield hit(div, why)
 
 
 class RunCollectiveOnOneRank(Rule):
@@ -87,10 +81,7 @@ class RunCollectiveOnOneRank(Rule):
 
     def check(self, file: Checked) -> Hits:
         made = runs(file)
-        for call in file.of(ast.Call):
-            func = call.func
-            if not isinstance(func, ast.Attribute) or func.attr not in COLLECTIVE:
-                continue
+        for call, func in file.methods(*COLLECTIVE) if made else ():
             if file.segment(func.value) in made and file.guard(call):
                 yield hit(call, f"run.{func.attr} communicates: every rank must call it")
 
@@ -119,40 +110,28 @@ class StateOutsideRun(Rule):
 
     def check(self, file: Checked) -> Hits:
         made = runs(file)
-        for loop in file.of(ast.For):
-            if not isinstance(loop.iter, ast.Call) or not isinstance(loop.iter.func, ast.Attribute):
+        for loop in file.of(ast.For) if made else ():
+            func = method(loop.iter, "epochs", "updates", "batches")
+            run = made.get(file.segment(func.value)) if func else None
+            if run is None or re.search(r"resume\s*=\s*.never", file.segment(run)):
                 continue
-            if (
-                loop.iter.func.attr not in ("epochs", "updates", "batches")
-                or file.segment(loop.iter.func.value) not in made
-            ):
-                continue
-            if re.search(r"resume\s*=\s*.never", file.segment(made[file.segment(loop.iter.func.value)])):
-                continue
-            function = file.function(loop)
-            for name, kept in self._kept(file, loop, function):
-                compared = any(
-                    isinstance(node, ast.Compare)
-                    and any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
-                    for node in ast.walk(loop)
-                )
-                if compared:
+            tests = [node for node in ast.walk(loop) if isinstance(node, ast.Compare)]
+            compared = {n.id for test in tests for n in ast.walk(test) if isinstance(n, ast.Name)}
+            for name, kept in self._kept(file, loop):
+                if name in compared:
                     yield hit(kept, f"{name} decides something and is in no checkpoint")
 
-    def _kept(self, file: Checked, loop: ast.For, function: Function | None) -> Iterator[tuple[str, ast.stmt]]:
+    def _kept(self, file: Checked, loop: ast.For) -> Iterator[tuple[str, ast.stmt]]:
         """Names that begin as a number before the loop and change in it."""
+        added = [one for one in file.of(ast.AugAssign) if file.inside(one, loop)]
         for (scope, name), bound in file.names.bound.items():
-            if scope is not function or not name.isidentifier():
+            before = [value for stmt, value in bound if stmt.lineno < loop.lineno]
+            if scope is not file.function(loop) or not name.isidentifier() or not before:
                 continue
-            before = [v for s, v in bound if s.lineno < loop.lineno]
-            inside = [s for s, _ in bound if file.inside(s, loop)]
-            inside += [s for s in file.of(ast.AugAssign) if file.inside(s, loop) and file.segment(s.target) == name]
-            number = before and (
-                isinstance(literal(before[-1]), int | float | None) or "inf" in file.segment(before[-1])
-            )
-            if (number and literal(before[-1]) is not ... and inside) or (
-                number and inside and "inf" in file.segment(before[-1])
-            ):
+            inside: list[ast.stmt] = [stmt for stmt, _ in bound if file.inside(stmt, loop)]
+            inside += [one for one in added if file.segment(one.target) == name]
+            number = isinstance(literal(before[-1]), int | float | None) or "inf" in file.segment(before[-1])
+            if inside and number:
                 yield name, inside[0]
 
 
@@ -196,14 +175,8 @@ class BackwardInLoss(Rule):
     fix = "return the loss, and nothing else"
 
     def check(self, file: Checked) -> Hits:
-        losses = {
-            given.id for call in runs(file).values() if isinstance(given := keyword(call, "loss_fn", 2), ast.Name)
-        }
-        for events in file.events:
-            for event in events:
-                if (
-                    event.ctx.function is not None
-                    and event.ctx.function.name in losses
-                    and event.kind in ("backward", "step", "zero")
-                ):
-                    yield hit(event.node, f"{event.kind} inside the loss function of a Run")
+        losses = loss_functions(file)
+        for event in (one for events in file.events for one in events):
+            inside = event.ctx.function is not None and event.ctx.function.name in losses
+            if inside and event.kind in ("backward", "step", "zero"):
+                yield hit(event.node, f"{event.kind} inside the loss function of a Run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from evener.lint.events import STEPS
 from evener.lint.names import GLOBAL_RANK, ONE_RANK
 from evener.lint.rule import Checked, Hits, Rule, hit, replace
 from evener.lint.source import keyword, last, literal
@@ -29,16 +30,13 @@ class RankGuardedStep(Rule):
     def check(self, file: Checked) -> Hits:
         if not file.uses("ddp", "fsdp", "init", "collective"):
             return
+        spread = ("broadcast", "broadcast_object_list", "scatter")
+        if any(last(file.name(call.func)) in spread for call in file.of(ast.Call)):
+            return
         for events in file.events:
-            for step in events:
-                if step.kind not in ("step", "scaler-step", "schedule") or file.guard(step.ctx) != "one":
-                    continue
-                others = any(file.guard(one.ctx) == "others" and one.kind == step.kind for one in events)
-                spread = any(
-                    last(file.name(call.func)) in ("broadcast", "broadcast_object_list", "scatter")
-                    for call in file.of(ast.Call)
-                )
-                if not others and not spread:
+            guarded = [(one, file.guard(one.ctx)) for one in events if one.kind in (*STEPS, "schedule")]
+            for step, who in guarded:
+                if who == "one" and (step.kind, "others") not in [(one.kind, other) for one, other in guarded]:
                     yield hit(step.node, f"{step.how or step.on}.step runs on one rank: replicas drift apart")
 
 
@@ -58,45 +56,31 @@ class RankGuardedCollective(Rule):
     fix = "call it on every rank, outside of the rank test"
 
     def check(self, file: Checked) -> Hits:
-        calls: list[tuple[ast.Call, str, str]] = []
-        for call in file.of(ast.Call):
-            name = self._communicates(file, call)
-            if name:
-                calls.append((call, name, file.guard(call)))
-        for call, name, guard in calls:
-            if not guard or self._in_generator(file, call):
-                continue
-            function = file.function(call)
+        named = ((call, self._communicates(file, call)) for call in file.of(ast.Call))
+        calls = [(call, name, file.guard(call), file.function(call)) for call, name in named if name]
+        for call, name, guard, function in calls:
+            if not guard or (function and any(isinstance(node, ast.Yield) for node in ast.walk(function))):
+                continue  # a context manager such as zero_first: the others meet at its second half
             paired = any(
-                other is not call and file.function(other) is function and who not in ("", guard)
+                other is not call and where is function and who not in ("", guard)
                 and (word == name or not word.startswith("."))
-                for other, word, who in calls
+                for other, word, who, where in calls
             )  # fmt: skip
             if not paired:
-                shown = name.lstrip(".")
-                yield hit(
-                    call,
-                    f"{shown} communicates, and only {'one rank calls' if guard == 'one' else 'some ranks call'} it",
-                )
+                who = "one rank calls" if guard == "one" else "some ranks call"
+                yield hit(call, f"{name.lstrip('.')} communicates, and only {who} it")
 
     def _communicates(self, file: Checked, call: ast.Call) -> str:
         """The collective's name; for a function of this project that calls one on all ranks, ".name"."""
-        if file.names.is_collective(call):
-            return last(file.name(call.func))
         dotted = file.name(call.func)
-        if last(dotted) not in file.project.collectives:
+        if file.names.is_collective(call):
+            return last(dotted)
+        if last(dotted) not in file.project.collectives or dotted.startswith("torch."):
             return ""
         owner = file.at(call).owner
         callee = f"{owner.name}.{last(dotted)}" if owner and dotted == f"self.{last(dotted)}" else dotted
-        target = file.project.function(file.path, callee) if callee and not callee.startswith("torch.") else None
-        if target and target[1] in file.project.files[target[0]].collectives:
-            return f".{last(dotted)}"
-        return ""
-
-    def _in_generator(self, file: Checked, call: ast.Call) -> bool:
-        """A context manager such as zero_first: the others meet at its second half."""
-        function = file.function(call)
-        return function is not None and any(isinstance(node, ast.Yield) for node in ast.walk(function))
+        target = file.project.function(file.path, callee)
+        return f".{last(dotted)}" if target and target[1] in file.project.files[target[0]].collectives else ""
 
 
 class UncalledRankPredicate(Rule):
@@ -116,31 +100,28 @@ class UncalledRankPredicate(Rule):
     fix = "call it: add ()"
 
     def check(self, file: Checked) -> Hits:
-        tests = [one.test for one in file.of(ast.If)] + [one.test for one in file.of(ast.While)]
-        tests += [one.test for one in file.of(ast.IfExp)]
-        parts: list[ast.expr] = []
+        tests = [one.test for one in file.of(ast.If)] + [loop.test for loop in file.of(ast.While)]
+        tests += [choice.test for choice in file.of(ast.IfExp)]
         while tests:
-            test = tests.pop(0)
-            if isinstance(test, ast.BoolOp):
-                tests += test.values
-            elif isinstance(test, ast.UnaryOp):
-                tests.append(test.operand)
-            elif isinstance(test, ast.Name | ast.Attribute):
-                parts.append(test)
-        for part in parts:
-            dotted = file.name(part)
-            if not (ONE_RANK.search(last(dotted)) or last(dotted) in ("is_initialized", "is_available", "get_rank")):
+            part = tests.pop(0)
+            if isinstance(part, ast.BoolOp):
+                tests += part.values
+            elif isinstance(part, ast.UnaryOp):
+                tests.append(part.operand)
+            if not isinstance(part, ast.Name | ast.Attribute):
                 continue
-            known = dotted.startswith("torch.") and last(dotted) in ("is_initialized", "is_available", "get_rank")
-            target = file.project.function(file.path, dotted)
-            bound = isinstance(part, ast.Name) and bool(file.values(part))
-            hidden = isinstance(part, ast.Name) and (f := file.function(part)) is not None and part.id in file.params[f]
-            if known or (target and not bound and not hidden and not target[1].endswith("__init__")):
-                yield hit(
-                    part,
-                    f"{last(dotted)} is a function: the test is always true",
-                    replace(file, part, f"{file.exact(part)}()"),
-                )
+            dotted = file.name(part)
+            asks = last(dotted) in ("is_initialized", "is_available", "get_rank")
+            if not asks and not ONE_RANK.search(last(dotted)):
+                continue
+            target, function = file.project.function(file.path, dotted), file.function(part)
+            hidden = isinstance(part, ast.Name) and (
+                file.values(part) or (function is not None and part.id in file.params[function])
+            )
+            own = target and not hidden and not target[1].endswith("__init__")
+            if own or (asks and dotted.startswith("torch.")):
+                edit = replace(file, part, f"{file.exact(part)}()")
+                yield hit(part, f"{last(dotted)} is a function: the test is always true", edit)
 
 
 class GlobalRankAsDevice(Rule):
@@ -162,15 +143,14 @@ class GlobalRankAsDevice(Rule):
     def check(self, file: Checked) -> Hits:
         for call in file.of(ast.Call):
             dotted = file.name(call.func)
+            index: ast.expr | None = None
             if dotted in ("torch.cuda.set_device", "torch.accelerator.set_device_index") and call.args:
-                index: ast.expr | None = call.args[0]
+                index = call.args[0]
             elif dotted == "torch.device" and len(call.args) == 2:
                 index = call.args[1]
             elif "ddp" in file.made(call):
                 ids = keyword(call, "device_ids", 1)
                 index = ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
-            else:
-                continue
             if index is not None and self._global(file, index):
                 yield hit(call, f"{file.segment(index)} is the global rank: on a second machine there is no such GPU")
 
@@ -180,14 +160,10 @@ class GlobalRankAsDevice(Rule):
             return file.name(node.func).startswith("torch.distributed")
         if file.is_rank(node, re.compile(r"^RANK$|^SLURM_PROCID$")):
             return not isinstance(node, ast.BinOp)
-        if isinstance(node, ast.Name):
-            values = file.values(node)
-            return bool(values) and all(
-                bool(GLOBAL_RANK.search(node.id)) and self._global(file, value)
-                for _, value in values
-                if value is not node
-            )
-        return False
+        if not isinstance(node, ast.Name) or not GLOBAL_RANK.search(node.id):
+            return False
+        values = [value for _, value in file.values(node)]
+        return bool(values) and all(self._global(file, value) for value in values if value is not node)
 
 
 class LiteralRank(Rule):
@@ -205,14 +181,11 @@ class LiteralRank(Rule):
     fix = "leave them out under torchrun, or read RANK and WORLD_SIZE"
 
     def check(self, file: Checked) -> Hits:
-        for call in file.of(ast.Call):
-            if file.name(call.func) != "torch.distributed.init_process_group":
-                continue
-            rank, size = keyword(call, "rank", 4), keyword(call, "world_size", 3)
-            value, world = literal(rank), literal(size)
+        for call in file.calls_of("torch.distributed.init_process_group"):
+            rank, world = literal(keyword(call, "rank", 4)), literal(keyword(call, "world_size", 3))
             fake = literal(keyword(call, "backend", 0)) == "fake"
-            if isinstance(value, int) and value >= 0 and world != 1 and not fake:
-                yield hit(call, f"every process claims rank {value}")
+            if isinstance(rank, int) and rank >= 0 and world != 1 and not fake:
+                yield hit(call, f"every process claims rank {rank}")
 
 
 class DeviceCountAsWorldSize(Rule):
@@ -232,32 +205,28 @@ class DeviceCountAsWorldSize(Rule):
     fix = "torch.distributed.get_world_size(), or WORLD_SIZE from the environment"
 
     def check(self, file: Checked) -> Hits:
-        if not file.uses("ddp", "init"):
-            return
         shared = "the batch is divided by this machine's GPUs, not by the world size"
-        for call in file.of(ast.Call):
-            if file.name(call.func) != "torch.cuda.device_count":
-                continue
+        size = "this machine's GPU count is used as the world size"
+        for call in file.calls_of("torch.cuda.device_count") if file.uses("ddp", "init") else ():
             up = file.parent[call]
             if self._divides(file, up, call):
                 yield hit(file.statement(call), shared)
-            elif isinstance(up, ast.Assign):
-                target = up.targets[0]
-                text = re.escape(file.segment(target))
-                if re.search(rf"{text}\s*\*|\*\s*{text}\b", file.text):
-                    continue  # times the number of machines
-                used = re.search(rf"world_size\s*=\s*{text}\b|//?\s*{text}\b|reduce_mean\([^)]*{text}\)", file.text)
-                word = last(file.segment(target))
-                unset = word == "world_size" and not re.search(r"WORLD_SIZE|get_world_size", file.text)
-                if unset or (used and re.search(r"world|nproc|size", word, re.I)):
-                    yield hit(up, "this machine's GPU count is used as the world size")
-                elif used and re.search(r"gpu", word, re.I):  # an honest name: wrong is what is done with it
-                    spawned = re.search(rf"world_size\s*=\s*{text}\b", file.text)
-                    if spawned:
-                        yield hit(up, "this machine's GPU count is used as the world size")
-                    for div in file.of(ast.BinOp) if not spawned else ():
-                        if file.segment(div.right) == file.segment(target) and self._divides(file, div, div.right):
-                            yield hit(file.statement(div), shared)
+            if not isinstance(up, ast.Assign):
+                continue
+            target = file.segment(up.targets[0])
+            text, word = re.escape(target), last(target)
+            if re.search(rf"{text}\s*\*|\*\s*{text}\b", file.text):
+                continue  # times the number of machines
+            given = re.search(rf"world_size\s*=\s*{text}\b", file.text)
+            used = given or re.search(rf"//?\s*{text}\b|reduce_mean\([^)]*{text}\)", file.text)
+            unset = word == "world_size" and not re.search(r"WORLD_SIZE|get_world_size", file.text)
+            honest = re.search(r"gpu", word, re.I)  # a name that says what it is: wrong is what is done with it
+            if unset or (used and re.search(r"world|nproc|size", word, re.I)) or (given and honest):
+                yield hit(up, size)
+            elif used and honest:
+                for div in file.of(ast.BinOp):
+                    if file.segment(div.right) == target and self._divides(file, div, div.right):
+                        yield hit(file.statement(div), shared)
 
     def _divides(self, file: Checked, node: ast.AST, by: ast.expr) -> bool:
         """`batch_size // gpus`, in one function with nothing that says it is this machine's batch."""
@@ -286,26 +255,17 @@ class MasterEnvOverwritten(Rule):
     fix = "os.environ.setdefault(...), or start with torchrun and set nothing"
 
     def check(self, file: Checked) -> Hits:
-        for assign in file.of(ast.Assign):
+        alone = r"world_size\s*(==|<=)\s*1\b|debug|single"
+        for assign, value, name in file.environment("MASTER_ADDR", "MASTER_PORT"):
+            ctx = file.at(assign)
+            asked = rf"{name}|is_torchelastic|is_torchrun|TORCHELASTIC"
+            asks = (re.search(asked, test.text) or re.search(alone, test.text, re.I) for test in ctx.tests)
+            if not isinstance(literal(value), str) or ctx.handlers or any(asks):
+                continue
             target = assign.targets[0]
-            if not isinstance(target, ast.Subscript) or file.name(target.value) != "os.environ":
-                continue
-            name = literal(target.slice)
-            if name not in ("MASTER_ADDR", "MASTER_PORT") or not isinstance(literal(assign.value), str):
-                continue
-            asked = re.compile(rf"{name}|is_torchelastic|is_torchrun|TORCHELASTIC")
-            tests = file.at(assign).tests
-            if any(asked.search(test.text) for test in tests) or file.at(assign).handlers or self._alone(tests):
-                continue
-            text = f"os.environ.setdefault({file.exact(target.slice)}, {file.exact(assign.value)})"
-            text = file.exact(target.value) + text.removeprefix("os.environ")
+            assert isinstance(target, ast.Subscript)
+            text = f"{file.exact(target.value)}.setdefault({file.exact(target.slice)}, {file.exact(value)})"
             yield hit(assign, f"{name} is overwritten, whatever the launcher said", replace(file, assign, text))
-
-    def _alone(self, tests: tuple[object, ...]) -> bool:
-        return any(
-            re.search(r"world_size\s*(==|<=)\s*1\b|debug|single", str(getattr(test, "text", "")), re.I)
-            for test in tests
-        )
 
 
 class MasterPortInvalid(Rule):
@@ -323,16 +283,12 @@ class MasterPortInvalid(Rule):
 
     def check(self, file: Checked) -> Hits:
         for node in file.of(ast.Constant):
-            up = file.parent[node]
-            port: object = None
+            up, port = file.parent[node], None
             if isinstance(up, ast.Assign) and "MASTER_PORT" in file.segment(up.targets[0]):
                 port = node.value
-            elif (
-                isinstance(up, ast.Call)
-                and last(file.name(up.func)) in ("setdefault", "get", "getenv")
-                and len(up.args) == 2
-            ):
-                port = node.value if literal(up.args[0]) == "MASTER_PORT" and up.args[1] is node else None
+            elif isinstance(up, ast.Call) and last(file.name(up.func)) in ("setdefault", "get", "getenv"):
+                if len(up.args) == 2 and up.args[1] is node and literal(up.args[0]) == "MASTER_PORT":
+                    port = node.value
             elif isinstance(node.value, str) and (found := re.fullmatch(r"tcp://[\w.\-]+:(\d+)", node.value)):
                 port = found[1]
             if isinstance(port, str | int) and str(port).isdigit() and int(port) > 65535:
@@ -358,26 +314,16 @@ class SaveUnguarded(Rule):
     def check(self, file: Checked) -> Hits:
         if not file.uses("ddp") or file.uses("fsdp", "accelerator"):
             return
-        for call in file.of(ast.Call):
-            if file.name(call.func) != "torch.save" or len(call.args) + len(call.keywords) < 2:
+        some = re.compile(r"rank|main|master|primary|chief|is_dist|distributed|gpu\b|worker", re.I)
+        for call in file.calls_of("torch.save"):
+            path, ctx = keyword(call, "f", 1), file.at(call)
+            if path is None or file.guard(ctx) or any(some.search(test.text) for test in ctx.tests):
                 continue
-            ctx = file.at(call)
-            if file.guard(ctx) or any(
-                re.search(r"rank|main|master|primary|chief|is_dist|distributed|gpu\b|worker", test.text, re.I)
-                for test in ctx.tests
-            ):
-                continue
-            path = keyword(call, "f", 1)
-            if path is None or self._per_rank(file, path):
-                continue
-            function = ctx.function
-            guards: set[str] = set()
+            function, guards = ctx.function, set[str]()
             while function is not None:
-                called = file.project.guards(file.path, file.source.qualname(function))
-                guards |= called or {"unknown"}
+                guards |= file.project.guards(file.path, file.source.qualname(function)) or {"unknown"}
                 function = file.source.context[function].function
-            here = ctx.function is None or guards == {""}
-            if here and self._distributed(file, call):
+            if guards <= {""} and not self._per_rank(file, path) and self._distributed(file, call):
                 yield hit(call, "all ranks write this file at the same time")
 
     def _per_rank(self, file: Checked, path: ast.expr) -> bool:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import ast
 import re
 
-from evener.lint.events import Event, exclusive, training_loops
+from evener.lint.events import STEPS, Event, training_loops
 from evener.lint.names import loops_over_epochs
-from evener.lint.rule import Checked, Edit, Hits, Rule, alone, hit, line_start, replace
-from evener.lint.source import Context, Loop, last, literal
+from evener.lint.rule import Checked, Edit, Hits, Rule, alone, hit, line_start, replace, siblings
+from evener.lint.source import Context, Loop, last, literal, method
 
 
 def per_batch(file: Checked, ctx: Context) -> bool:
     """The innermost loop goes over batches: it holds a backward, or iterates over a loader."""
-    if not ctx.loops:
-        return False
-    loop = ctx.loops[-1]
-    if not isinstance(loop, ast.While) and file.is_loader(loop.iter):
+    loop = ctx.loops[-1] if ctx.loops else None
+    if isinstance(loop, ast.For | ast.AsyncFor) and file.is_loader(loop.iter):
         return True
-    inner = {one for events in file.events for one in training_loops(events)}
+    inner = training_loops(file.backwards)
     return loop in inner or (isinstance(loop, ast.While) and any(file.inside(one, loop) for one in inner))
 
 
@@ -50,30 +48,23 @@ class SchedulerBeforeOptimizer(Rule):
     fix = "optimizer.step() first, then scheduler.step()"
 
     def check(self, file: Checked) -> Hits:
-        for events in file.events:
-            steps = [one for one in events if one.kind in ("step", "scaler-step")]
-            for event in events:
-                if event.kind != "schedule" or event.node.args or event.node.keywords or not (event.ctx.loops or steps):
-                    continue
-                owner = event.node.func.value if isinstance(event.node.func, ast.Attribute) else event.node
-                if (
-                    file.holds(owner, "foreign scheduler", "plateau", "managed")
-                    or last(file.segment(event.node.func)) != "step"
-                ):
-                    continue
-                depth = len(event.ctx.loops)
-                own = [one for one in steps if one.ctx.loops[:depth] == event.ctx.loops and not exclusive(one, event)]
-                if not depth and not any(one.kind == "backward" for one in events):
-                    continue
-                before = [one for one in own if one.place < event.place]
-                after = [one for one in own if one.place > event.place and one.node.lineno != event.node.lineno]
-                if after and not before and not self._skips_first(file, event):
-                    yield hit(event.node, "the scheduler steps first: the first learning rate is skipped",
-                        *self._swap(file, event, after[0]),
-                    )  # fmt: skip
-
-    def _skips_first(self, file: Checked, event: Event) -> bool:
-        return any(re.search(r">\s*0|!=\s*0|epoch|start", test.text) for test in event.ctx.tests if test.wanted)
+        why = "the scheduler steps first: the first learning rate is skipped"
+        for event, before, after in file.moments("schedule"):
+            call, loops = event.node, event.ctx.loops
+            if call.args or call.keywords or method(call, "step") is None:
+                continue
+            if file.holds(event.owner, "foreign scheduler", "plateau", "managed"):
+                continue
+            if not loops and not any(one.kind == "backward" for one in before + after):
+                continue
+            first, later = (
+                [one for one in some if one.kind in STEPS and one.ctx.loops[: len(loops)] == loops]
+                for some in (before, after)
+            )
+            later = [one for one in later if one.node.lineno != call.lineno]
+            texts = [test.text for test in event.ctx.tests if test.wanted]
+            if later and not first and not any(re.search(r">\s*0|!=\s*0|epoch|start", text) for text in texts):
+                yield hit(call, why, *self._swap(file, event, later[0]))
 
     def _swap(self, file: Checked, event: Event, step: Event) -> tuple[Edit, ...]:
         """Moves the scheduler's line behind the optimizer's, where both are lines of one block."""
@@ -109,60 +100,52 @@ class LossGraphAccumulate(Rule):
 
     def check(self, file: Checked) -> Hits:
         for aug in file.of(ast.AugAssign):
-            ctx = file.at(aug)
+            ctx, value = file.at(aug), aug.value
             if not isinstance(aug.op, ast.Add) or not ctx.loops or not isinstance(aug.target, ast.Name | ast.Attribute):
                 continue
-            value = aug.value
             while isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult | ast.Div):
                 value = value.left if "loss" in file.segment(value.left).lower() else value.right
             if not isinstance(value, ast.Name) or "loss" not in value.id.lower() or file.without_grad(aug):
                 continue
-            target = file.segment(aug.target)
-            loop = ctx.loops[-1]
+            target, loop = file.segment(aug.target), ctx.loops[-1]
             starts = file.names.bound.get((file.names.scope(aug.target), target), [])
-            outside = starts and not any(file.inside(stmt, loop) for stmt, _ in starts)
-            if not outside or not self._has_graph(file, value, loop):
+            if not starts or any(file.inside(stmt, loop) for stmt, _ in starts):
                 continue
-            reads = {
-                id(up) for node in file.of(ast.Name)
-                if node.id == target and node.lineno > aug.lineno and file.function(node) is ctx.function
-                for up in file.above(node) if isinstance(up, ast.Assign | ast.Return | ast.Call)
-            }  # fmt: skip
-            backs = [
-                one
-                for events in file.events
-                for one in events
-                if one.kind == "backward" and one.ctx.function is ctx.function
-            ]
-            summed = any(target in file.segment(one.node.func) for one in backs) or any(
-                id(up) in reads for one in backs for up in file.above(one.node)
-            )
-            inside = [one for one in backs if loop in one.ctx.loops]
-            later = [one for one in backs if one.place > (aug.lineno, 0) and loop not in one.ctx.loops]
-            if summed or later:
-                continue  # one step's loss, made of parts
+            backs = [one for one in file.backwards if one.ctx.function is ctx.function]
+            if not self._has_graph(file, value, loop) or self._one_loss(file, aug, target, loop, backs):
+                continue
+            inside = any(loop in one.ctx.loops for one in backs)
             if inside or per_batch(file, ctx) or self._evaluates(file, ctx, target):
-                edit = replace(file, value, f"{value.id}.detach()")
-                yield hit(aug, f"{target} keeps every step's graph", edit)
+                yield hit(aug, f"{target} keeps every step's graph", replace(file, value, f"{value.id}.detach()"))
+
+    def _one_loss(self, file: Checked, aug: ast.AugAssign, target: str, loop: Loop, backs: list[Event]) -> bool:
+        """One step's loss, made of parts: the sum itself goes backward, or a backward comes behind the loop."""
+        reads = {
+            up for node in file.of(ast.Name)
+            if node.id == target and node.lineno > aug.lineno and file.function(node) is file.function(aug)
+            for up in file.above(node) if isinstance(up, ast.Assign | ast.Return | ast.Call)
+        }  # fmt: skip
+        return any(
+            target in file.segment(one.node.func)
+            or not reads.isdisjoint(file.above(one.node))
+            or (one.place > (aug.lineno, 0) and loop not in one.ctx.loops)
+            for one in backs
+        )
 
     def _has_graph(self, file: Checked, name: ast.Name, loop: Loop) -> bool:
         """The nearest assignment above is the result of a call that may need gradients, and no number."""
         number = re.compile(
             r"\.item\(\)|\.detach\(\)|float\(|\.data\b|\.tolist\(|\.numpy\(|\.cpu\(\)\.|_value|\bnp\.|sum\(\w+\.values"
         )
-        before = [(stmt, value) for stmt, value in file.values(name) if stmt.lineno <= name.lineno]
-        near = [(stmt, value) for stmt, value in before if file.inside(stmt, loop)]
-        if not near:
-            return False
-        if any(number.search(file.segment(value)) for _, value in near):
-            return False
-        backs = [one for events in file.events for one in events if one.kind == "backward"]
-        if any(name.id in file.segment(one.node) for one in backs):
-            return True
-        calls = [value for _, value in near if isinstance(value, ast.Call)]
         named = re.compile(r"(crit|loss|model|net|ce|mse|func|fn)\w*$", re.I)
-        first = [value for _, value in near[:1] if isinstance(value, ast.Subscript | ast.Name)]
-        return bool(first) or any(named.search(file.segment(call.func)) for call in calls)
+        near = [v for stmt, v in file.values(name) if stmt.lineno <= name.lineno and file.inside(stmt, loop)]
+        if not near or any(number.search(file.segment(value)) for value in near):
+            return False
+        return (
+            any(name.id in file.segment(one.node) for one in file.backwards)
+            or isinstance(near[0], ast.Subscript | ast.Name)
+            or any(isinstance(value, ast.Call) and named.search(file.segment(value.func)) for value in near)
+        )
 
     def _evaluates(self, file: Checked, ctx: Context, target: str) -> bool:
         """An evaluation loop without a loader: it calls the model, and does not return the sum as a loss."""
@@ -170,9 +153,8 @@ class LossGraphAccumulate(Rule):
             target in file.segment(one.value) for one in file.of(ast.Return)
             if one.value is not None and file.function(one) is ctx.function
         )  # fmt: skip
-        return (
-            not returned and not file.events and bool(re.search(r"\bmodel(\.forward)?\(", file.segment(ctx.loops[-1])))
-        )
+        calls = re.search(r"\bmodel(\.forward)?\(", file.segment(ctx.loops[-1]))
+        return not returned and not file.events and calls is not None
 
 
 class BarrierEveryStep(Rule):
@@ -191,21 +173,14 @@ class BarrierEveryStep(Rule):
 
     def check(self, file: Checked) -> Hits:
         for call in file.of(ast.Call):
-            dotted = file.name(call.func)
+            dotted, ctx = file.name(call.func), file.at(call)
             waits = dotted == "torch.distributed.barrier" or last(dotted) == "wait_for_everyone"
-            ctx = file.at(call)
             if not waits or not per_batch(file, ctx) or gated(file, ctx) or file.guard(ctx):
                 continue
-            stmt = file.statement(call)
-            edits = ()
-            if isinstance(stmt, ast.Expr) and alone(file, stmt) and len(_siblings(file, stmt)) > 1:
-                edits = (Edit(line_start(file, stmt), file.starts[stmt.end_lineno or stmt.lineno], ""),)  # type: ignore[assignment]
-            yield hit(call, "all ranks wait for the slowest at every step", *edits, unsafe=True)
-
-
-def _siblings(file: Checked, stmt: ast.stmt) -> list[ast.stmt]:
-    up = file.parent[stmt]
-    return next((body for name in ("body", "orelse", "finalbody") if stmt in (body := getattr(up, name, []))), [stmt])
+            stmt, edit = file.statement(call), None
+            if isinstance(stmt, ast.Expr) and alone(file, stmt) and len(siblings(file, stmt)) > 1:
+                edit = Edit(line_start(file, stmt), file.starts[stmt.end_lineno or stmt.lineno], "")
+            yield hit(call, "all ranks wait for the slowest at every step", edit, unsafe=True)
 
 
 class EmptyCacheInLoop(Rule):
@@ -222,17 +197,14 @@ class EmptyCacheInLoop(Rule):
     fix = "delete it; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragments"
 
     def check(self, file: Checked) -> Hits:
-        for call in file.of(ast.Call):
-            if file.name(call.func) != "torch.cuda.empty_cache":
-                continue
+        for call in file.calls_of("torch.cuda.empty_cache"):
             ctx = file.at(call)
-            if not ctx.loops or ctx.handlers or loops_over_epochs(file.names, ctx.loops[-1]):
+            loop = ctx.loops[-1] if ctx.loops else None
+            if loop is None or ctx.handlers or loops_over_epochs(file.names, loop):
                 continue
-            loop = ctx.loops[-1]
-            counts = (
-                isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and file.name(loop.iter.func) == "range"
-            )
-            fixed = counts and all(literal(arg) is not ... for arg in loop.iter.args)  # type: ignore[union-attr]
+            turns = loop.iter if isinstance(loop, ast.For) else None
+            counts = isinstance(turns, ast.Call) and file.name(turns.func) == "range"
+            fixed = isinstance(turns, ast.Call) and all(literal(arg) is not ... for arg in turns.args)
             if per_batch(file, ctx) or (counts and not fixed):
                 yield hit(call, "the cache is emptied at every turn of the loop, and filled again")
 
@@ -250,26 +222,17 @@ class DebugLeftOn(Rule):
     fix = "switch it on from outside, for one run"
 
     def check(self, file: Checked) -> Hits:
-
         def meant(node: ast.AST) -> bool:
-            return any(re.search(r"debug|anomaly|detect|trace|block", test.text, re.I) for test in file.at(node).tests)
+            texts = (test.text for test in file.at(node).tests)
+            return any(re.search(r"debug|anomaly|detect|trace|block", text, re.I) for text in texts)
 
-        for call in file.of(ast.Call):
-            dotted = file.name(call.func)
-            on = dotted == "torch.autograd.set_detect_anomaly" and call.args and literal(call.args[0]) is True
-            if (on or dotted == "torch.autograd.detect_anomaly") and not meant(call):
+        set_on = file.calls_of("torch.autograd.set_detect_anomaly")
+        set_on = [call for call in set_on if call.args and literal(call.args[0]) is True]
+        for call in (*set_on, *file.calls_of("torch.autograd.detect_anomaly")):
+            if not meant(call):
                 yield hit(call, "anomaly mode is on for the whole run")
-        for assign in file.of(ast.Assign):
-            target = assign.targets[0]
-            if (
-                (
-                    isinstance(target, ast.Subscript)
-                    and literal(target.slice) == "CUDA_LAUNCH_BLOCKING"
-                    and str(literal(assign.value)) == "1"
-                )
-                and file.name(target.value) in ("os.environ", "environ")
-                and not meant(assign)
-            ):
+        for assign, value, _ in file.environment("CUDA_LAUNCH_BLOCKING"):
+            if str(literal(value)) == "1" and not meant(assign):
                 yield hit(assign, "every CUDA kernel waits for the one before")
 
 
@@ -289,19 +252,14 @@ class SyncEveryStep(Rule):
     fix = "sum on the device, read at log steps"
 
     def check(self, file: Checked) -> Hits:
-        training = {loop for events in file.events for loop in training_loops(events)}
+        training = training_loops(file.backwards)
         for call in file.of(ast.Call):
-            ctx = file.at(call)
-            if not ctx.loops or ctx.handlers:
-                continue
-            item = isinstance(call.func, ast.Attribute) and call.func.attr == "item" and not call.args
+            ctx, item = file.at(call), method(call, "item")
             waits = file.name(call.func) == "torch.cuda.synchronize"
-            if not item and not waits:
+            if not ctx.loops or ctx.handlers or not (waits or (item and not call.args)):
                 continue
-            trains = ctx.loops[-1] in training or (
-                (waits or bool(ctx.function and re.search(r"train", ctx.function.name))) and per_batch(file, ctx)
-            )
-            if trains and not gated(file, ctx):
+            named = waits or (ctx.function is not None and "train" in ctx.function.name)
+            if (ctx.loops[-1] in training or (named and per_batch(file, ctx))) and not gated(file, ctx):
                 yield hit(call, "the host waits for the device at every step")
 
 
