@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from evener import config_checks as checks
 from evener.errors import BatchSizeError, UsageError, nearest
 
-Origin: TypeAlias = Literal["default", "code", "evener.toml", "pyproject.toml", "flag", "lesson"]
+Origin: TypeAlias = Literal["default", "plan", "code", "evener.toml", "pyproject.toml", "flag", "lesson"]
 
 # How other libraries call the same thing: what to write here instead.
 _ELSEWHERE = {
@@ -155,8 +155,11 @@ class Config:
         file: ConfigFile | None = None,
         flags: Mapping[str, Any] | None = None,
         lesson: Mapping[str, Any] | None = None,
+        plan: Mapping[str, Any] | None = None,
     ) -> Config:
         """The later of code < file < flags < lesson wins, keyword by keyword; every given value is checked.
+
+        What is left open then, or is "auto", a plan decides.
 
         A value that a later source replaces is checked too: a mistake in the code does not hide behind a flag.
         """
@@ -177,6 +180,9 @@ class Config:
                     where = f"in {file.path}" if file is not None and origin == file.origin else f"given by a {origin}"
                     raise type(error)(error.cause, evidence=(*error.evidence, where), fix=error.fix) from None
                 origins[name] = origin
+        for name, value in (plan or {}).items():
+            if values.get(name, "auto") in ("auto", None):
+                values[name], origins[name] = _checked(table, name, value, "plan"), "plan"
         if "global_batch_size" not in values:
             fix = ("global_batch_size=512", f"global_batch_size is {_GLOBAL}")
             raise BatchSizeError("global_batch_size is missing.", fix=fix)

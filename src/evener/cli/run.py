@@ -40,6 +40,7 @@ examples:
   evener run --nproc 2 --cpu train.py               two processes on the CPU
   evener run --nproc 4 -m mypackage.train --lr 0.1  a module, as with `python -m`
   evener run --set microbatch_size=8 train.py       override a keyword of the script's first evener.Run
+  evener run --plan plan.json train.py              as `evener plan --json` has chosen
   evener run --restarts 5 train.py                  go on after a crash, from the last checkpoint
   evener run --debug=single train.py                find a fault: slowly, on one process first
   evener run --dry-run train.py                     print the command and the environment, start nothing
@@ -87,6 +88,7 @@ def parser() -> Parser:
         default=[],
         help="a keyword of evener.Run, above the script's own; VALUE is JSON or a plain word; repeatable",
     )
+    add("--plan", metavar="FILE", help="what `evener plan --json` chose: how many processes, and how the step is cut")
     add(
         "--restarts",
         metavar="N",
@@ -227,11 +229,21 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         check_script(script)
     else:
         raise UsageError("evener run: which script?", fix=["evener run SCRIPT [ARGS ...], or -m MODULE; --help"])
+    nproc, decided = None if given.nproc is None else to_count(given.nproc), {}
+    if given.plan is not None:
+        from evener.plan.make import read_plan_file
+
+        decided, ranks = read_plan_file(given.plan)
+        if ranks is not None and nproc not in (None, ranks):
+            fix = [f"--nproc {ranks}, or leave it out", f"evener plan --nproc {nproc} makes another plan"]
+            raise UsageError(f"{given.plan} is a plan for {ranks} processes, not {nproc}.", fix=fix)
+        nproc = nproc or ranks
     return Request(
         script=script,
         args=tuple(args),
         module=given.module is not None,
-        nproc=None if given.nproc is None else to_count(given.nproc),
+        nproc=nproc,
+        decided=decided,
         cpu=given.cpu,
         bind=not given.no_numa,
         logs=given.log_dir,

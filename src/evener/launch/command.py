@@ -48,6 +48,7 @@ class Request:
     logs: str = os.path.join("runs", "logs")
     tee: str = "rank0"
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    decided: Mapping[str, Any] = field(default_factory=dict)  # by a plan, for what the script leaves open
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def decide(
         device="cpu" if request.cpu else None,
         store=os.path.join(private, "store"),
         overrides=dict(request.overrides),
+        decided=dict(request.decided),
         attempt=attempt,
     )
     env = {

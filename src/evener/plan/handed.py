@@ -4,7 +4,7 @@ One variable, because everything else in the environment belongs to the user or 
 file on one machine, and the JSON text itself where the machines of a job share no disk.
 
     {"version": 1, "device": "cpu" or null, "store": "<private folder>" or null, "run_id": "...", "overrides": {...},
-     "attempt": 0, "trial": {...} or null}
+     "attempt": 0, "trial": {...} or null, "capture": [3, 4] or null, "decided": {...}}
 
 Standard library only: the launcher writes it without torch, and a rank reads it before torch is imported.
 """
@@ -58,6 +58,8 @@ class LaunchPlan:
         overrides: Keywords of `Run` given on the command line; their origin is "flag".
         attempt: How often this job was started before; a restarted job never starts a run over.
         trial: What `evener verify` wants to see; None in every other job.
+        capture: Descriptors (read, write) of `evener plan`: the first Run is traced instead of trained.
+        decided: Keywords that a plan of `evener plan` decided; they fill what the script leaves open.
     """
 
     run_id: str
@@ -66,6 +68,8 @@ class LaunchPlan:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 0
     trial: Trial | None = None
+    capture: tuple[int, int] | None = None
+    decided: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         values = {
@@ -76,6 +80,8 @@ class LaunchPlan:
             "overrides": dict(self.overrides),
             "attempt": self.attempt,
             "trial": None if self.trial is None else asdict(self.trial),
+            "capture": self.capture,
+            "decided": dict(self.decided),
         }
         return json.dumps(values)
 
@@ -141,4 +147,16 @@ def _parse(text: str, where: str) -> LaunchPlan:
         trial = None if asked is None else Trial(**{**asked, "keep": tuple(asked.get("keep", ()))})
     except (TypeError, AttributeError) as error:
         raise broken(f"trial: {error}") from error
-    return LaunchPlan(run_id=run_id, device=device, store=store, overrides=overrides, attempt=attempt, trial=trial)
+    capture, decided = values.get("capture"), values.get("decided", {})
+    if not isinstance(decided, dict) or not (capture is None or (isinstance(capture, list) and len(capture) == 2)):
+        raise broken(f"capture is {capture!r} and decided is {decided!r}")
+    return LaunchPlan(
+        run_id=run_id,
+        device=device,
+        store=store,
+        overrides=overrides,
+        attempt=attempt,
+        trial=trial,
+        capture=None if capture is None else (capture[0], capture[1]),
+        decided=decided,
+    )

@@ -103,12 +103,17 @@ class Run:
         if dataset is None:
             raise UsageError("Run needs a dataset.", fix=["Run(model, optimizer, loss_fn, dataset, ...)"])
         plan = read_plan()
-        self.config = config = Config.merge(keywords, ConfigFile.find(), plan.overrides if plan else None)
+        flags, decided = (plan.overrides, plan.decided) if plan is not None else (None, None)
+        self.config = config = Config.merge(keywords, ConfigFile.find(), flags, plan=decided)
+        if plan is not None and plan.capture is not None:
+            from evener.run.capture import serve
+
+            serve(config, model, optimizer, loss_fn, dataset, plan.capture)
         self._job: str | None = plan.run_id if plan is not None else None
         self._attempt = plan.attempt if plan is not None else 0
         if plan is not None:
             # Overrides are for the script's first Run.
-            os.environ[VARIABLE] = replace(plan, overrides={}, trial=None).to_json()
+            os.environ[VARIABLE] = replace(plan, overrides={}, decided={}, trial=None).to_json()
         source = source_of(dataset, config.stream)
         self.device = devices.device(plan.device if plan else None)
         self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)

@@ -1,0 +1,271 @@
+"""`evener plan`: peak memory and time of every cut of a script's step, without a GPU, and which one to take."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from evener.cli.parser import Parser
+from evener.cli.run import check_script, split, to_override
+from evener.errors import EXIT_SHORTAGE, LaunchError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from evener.plan.captured import Captured
+    from evener.plan.search import Plan, Row
+    from evener.plan.values import Share
+
+DESCRIPTION = """\
+Run SCRIPT in a child process up to its evener.Run, trace the real step there without data and without a GPU, and show
+what every cut of it needs: peak memory, time per update, and whether it fits. Nothing is trained; what the script does
+before its Run (reading files, printing, writing) happens as always. All figures are predictions until a run confirms
+them; times are rough until this kind of GPU was calibrated by `evener bench`.
+"""
+
+EXAMPLES = """\
+Everything after SCRIPT (or after -m MODULE) belongs to the script.
+
+examples:
+  evener plan train.py                               for the GPUs of this machine, or its CPU
+  evener plan --gpu H100-80GB train.py --lr 0.1      for one GPU that is not here
+  evener plan --gpu A100-80GB --nproc 8 --nodes 2 train.py
+  evener plan --gpus recorded.json train.py          for the machine that `evener gpus --record` was run on
+  evener plan --set activation_checkpointing=full --gpu 4090 train.py
+  evener plan --json --gpu 4090 --nproc 2 train.py > plan.json; evener run --plan plan.json train.py
+
+exit codes: 0 a cut fits; 1 the script or its step cannot be planned; 2 a wrong option; 3 no cut fits, or no GPU is here
+"""
+
+
+def parser() -> Parser:
+    options = Parser(
+        prog="evener plan",
+        usage="evener plan [options] SCRIPT [ARGS ...]\n       evener plan [options] -m MODULE [ARGS ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    add = options.add_argument
+    add("-m", metavar="MODULE", dest="module", help="plan a module instead of a script file")
+    add("--gpu", metavar="NAME", help="a kind of GPU (H100-80GB, A100-40GB, 4090, ...), or a TOML file that tells one")
+    add("--gpus", metavar="FILE", help="a recording of `evener gpus --record`")
+    add("--here", action="store_true", help="the GPUs of this machine, or its CPU (the default)")
+    add("--cpu", action="store_true", help="the CPU of this machine: its memory is the capacity")
+    add("--nproc", metavar="N", help="GPUs (processes) per node (default: all of a machine, one of a named kind)")
+    add("--nodes", metavar="N", default="1", help="machines (default: 1)")
+    add("--set", metavar="KEY=VALUE", action="append", default=[], help="a keyword of evener.Run, as in `evener run`")
+    add("--calibration", metavar="FILE", help="measured speeds (default: ~/.cache/evener/calibration.json, if there)")
+    add("--timeout", metavar="SECONDS", default="600", help="for the script up to its Run, and for each trace (600)")
+    add("--all", action="store_true", help="show every microbatch size that was looked at")
+    add("--json", action="store_true", help="print the result as JSON, progress goes to stderr")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    options = parser()
+    own, target = split(argv, options)
+    given = options.parse_args(own)
+    if given.module is None:
+        if not target:
+            raise UsageError("evener plan: which script?", fix=["evener plan SCRIPT [ARGS ...], or -m MODULE; --help"])
+        check_script(target[0])
+    if os.name != "posix":
+        raise LaunchError("`evener plan` starts processes on Linux and macOS only.")
+    from pathlib import Path
+
+    from evener.launch.command import shim_path
+    from evener.plan.captured import Child
+    from evener.plan.make import calibrated, machine_of, make
+
+    nproc = None if given.nproc is None else _count("--nproc", given.nproc)
+    if given.here and (given.gpu or given.gpus):
+        raise UsageError("--here is this machine, and another one is named.", fix=["leave one of them out"])
+    machine = machine_of(
+        gpu=given.gpu, recorded=given.gpus, cpu=given.cpu, nproc=nproc, nodes=_count("--nodes", given.nodes)
+    )
+    machine = calibrated(machine, Path(given.calibration) if given.calibration else None)
+    words = ["-m", given.module, *(target[1:] if target[:1] == ["--"] else target)] if given.module else target
+    overrides = dict(to_override(word) for word in given.set)
+    _say(f"running {given.module or target[0]} up to its Run")
+    with Child(words, shim=shim_path(), overrides=overrides, seconds=_count("--timeout", given.timeout)) as child:
+        plan = make(
+            lambda cut: child.trace(cut, device=machine.device, capability=machine.capability),
+            child.captured,
+            machine,
+            say=_say,
+        )
+        captured = child.captured
+    if given.json:
+        print(json.dumps(plan.to_json(), indent=2))
+    else:
+        print("\n".join(page(plan, captured, everything=given.all)))
+    return 0 if plan.chosen is not None else EXIT_SHORTAGE
+
+
+def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterator[str]:
+    """The plan for a reader, in lines of at most 100 columns where names allow it."""
+    chosen = plan.chosen
+    yield from _wrapped(contract(chosen, captured) if chosen else "no cut of this step fits", "")
+    yield from _wrapped(f"predicted for {plan.machine}: " + "; ".join(plan.because), "  ")
+    yield ""
+    yield from table(plan, captured, everything=everything)
+    if chosen is not None and chosen.at_peak:
+        yield ""
+        yield f"alive at the peak ({chosen.phase}, {_size(chosen.peak_allocated_bytes)} allocated)"
+        yield from _peak(chosen.at_peak)
+        if chosen.terms:
+            yield from _wrapped("beside it: " + ", ".join(_term(one) for one in chosen.terms), "    ", "  ")
+    for title, lines in (
+        ("with other numbers of GPUs", plan.neighbours),
+        ("not counted", plan.untraced),
+        ("notes", plan.notes),
+    ):
+        if lines:
+            yield ""
+            yield title
+            for line in lines:
+                yield from _wrapped(line, "    ", "  ")
+
+
+def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterator[str]:
+    """One line a cut. Sizes in one unit; `total` is the whole device, with its low and high."""
+    shown = [row for row in plan.rows if row.verdict != "not possible" and (everything or _worth(row, plan))]
+    most = max((row.high_bytes or 0 for row in shown), default=0)
+    unit, name = (1 << 30, "GiB") if most >= 2 << 30 else (1 << 20, "MiB")
+    kept = any(row.cut.saved_activations != "keep" for row in shown)
+    head = ["", "strategy", "precision", "recompute", *(["saved"] if kept else []), "pieces", "alloc", "reserved"]
+    lines = [[*head, f"total {name}", "low-high", "update", "rows/s", ""]]
+    for row in shown:
+        cut = row.cut
+        lines.append(
+            [
+                ">" if row is plan.chosen else "",
+                cut.strategy,
+                cut.precision,
+                cut.activation_checkpointing,
+                *([cut.saved_activations] if kept else []),
+                f"{cut.microbatches} x {cut.microbatch_size}",
+                *(_number(size, unit) for size in (row.peak_allocated_bytes, row.peak_reserved_bytes)),
+                _number(row.device_total_bytes, unit),
+                f"{_number(row.low_bytes, unit)}-{_number(row.high_bytes, unit)}",
+                _seconds(row.seconds_per_update),
+                "?" if row.rows_per_second is None else f"{row.rows_per_second:,.0f}",
+                row.verdict,
+            ]
+        )
+    left = 5 if kept else 4
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for line in lines:
+        cells = [cell.ljust(w) if i < left or i == len(widths) - 1 else cell.rjust(w)
+                 for i, (cell, w) in enumerate(zip(line, widths))]  # fmt: skip
+        yield " ".join(cells).rstrip()
+    reasons = {row.reason: row.cut for row in plan.rows if row.verdict == "not possible"}
+    for reason, cut in reasons.items():
+        what = f"{cut.strategy}, {cut.precision}, recompute {cut.activation_checkpointing}"
+        yield from _wrapped(f"not possible: {what}: {reason}", "    ", "  ")
+    times = [row for row in shown if row.seconds_per_update]
+    if times and plan.chosen is not None and plan.chosen.seconds_low:
+        low, high = _seconds(plan.chosen.seconds_low), _seconds(plan.chosen.seconds_high)
+        yield f"  time of the chosen cut: {low} to {high} an update"
+
+
+def _worth(row: Row, plan: Plan) -> bool:
+    """In the short table: what fits, the chosen one, and of each combination the smallest that does not."""
+    if row.verdict in ("fits", "tight") or row is plan.chosen:
+        return True
+    same = [one for one in plan.rows if one.cut.family == row.cut.family and one.verdict == "does not fit"]
+    return row is same[-1]
+
+
+def contract(row: Row, captured: Captured) -> str:
+    """The contract line that the run would print."""
+    from evener.report.contract import Contract, PrecisionWords, contract_line
+
+    cut = row.cut
+    compute = cut.precision.removesuffix("-true")
+    whole = cut.precision.endswith("-true")
+    kept = compute if whole else "fp32"
+    words = PrecisionWords(compute=compute, master=kept, reduce=kept, scaler=cut.precision.startswith("fp16"))
+    if compute in ("fp32", "tf32"):
+        words = PrecisionWords(compute=compute)
+    scheduled = "scheduler" in captured.given
+    by = captured.given.get("schedule_by", {}).get("value", "update") if scheduled else None
+    notes = [f"recompute {cut.activation_checkpointing}"] * (cut.activation_checkpointing != "none")
+    notes += [f"activations {cut.saved_activations}"] * (cut.saved_activations != "keep")
+    return contract_line(
+        Contract(
+            global_batch_size=captured.global_batch_size,
+            world_size=cut.world_size,
+            microbatches=cut.microbatches,
+            microbatch_size=cut.microbatch_size,
+            slice_size=captured.slice_size,
+            precision=words,
+            strategy=cut.strategy,
+            exact=captured.exact,
+            coupled=captured.slice_size is not None and not captured.exact,
+            schedule_by=by,
+            notes=tuple(notes),
+        )
+    )
+
+
+def _peak(shares: Sequence[Share]) -> Iterator[str]:
+    """By category, and in each the modules that hold most."""
+    total: dict[str, int] = {}
+    modules: dict[str, dict[str, int]] = {}
+    for one in shares:
+        total[one.category] = total.get(one.category, 0) + one.bytes
+        inside = modules.setdefault(one.category, {})
+        inside[one.module or "-"] = inside.get(one.module or "-", 0) + one.bytes
+    for category in sorted(total, key=lambda name: -total[name]):
+        if total[category] * 200 < sum(total.values()):
+            continue
+        top = sorted(modules[category].items(), key=lambda item: -item[1])
+        named = [f"{name} {_size(size)}" for name, size in top[:3] if name != "-"]
+        rest = len(top) - len(named)
+        more = f"; {rest} more" if named and rest else ""
+        line = f"{_size(total[category]):>10}  {category:<13}  {', '.join(named)}{more}"
+        yield "  " + (line if len(line) <= 97 else line[:94] + "...").rstrip()
+
+
+def _term(one: Any) -> str:
+    known = "" if one.low_bytes == one.high_bytes else f" ({_size(one.low_bytes)} to {_size(one.high_bytes)})"
+    return f"{one.name} {_size(one.bytes)}{known}, {one.how}"
+
+
+def _size(size: int | None) -> str:
+    if size is None:
+        return "?"
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
+
+
+def _number(size: int | None, unit: int) -> str:
+    if size is None:
+        return "?"
+    value = size / unit
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+    import textwrap
+
+    start = indent if first is None else first
+    return textwrap.wrap(text, 100, initial_indent=start, subsequent_indent=indent, break_long_words=False) or [""]
+
+
+def _count(option: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"{option} {text}: not a whole number, at least 1.", fix=[f"{option} 2"])
+    return int(text)
+
+
+def _say(line: str) -> None:
+    print(f"evener: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,235 @@
+"""How long one update of a trace takes on a kind of GPU: a roofline per operation, the host's pace, two streams.
+
+    t(operation)  = start + max(flops / (peak[dtype] * e_matmul), bytes / (bandwidth * e_memory))
+    t(update)     = end of the later of two streams, but not before the host has dispatched everything:
+                    operations run on one stream, collectives on another; a collective starts where the step starts it,
+                    and what waits for it waits. Under fsdp the gather of the next block starts when this block starts.
+    t(collective) = on n ranks of one node, ring: all-gather, reduce-scatter (n-1)/n * B/w + (n-1) * a; all-reduce
+                    twice that; over m nodes of g ranks: the same for g inside, and for m outside with B/g per GPU
+
+Every constant comes from `evener.facts` with its range, or from a calibration of this kind of GPU. What a sheet does
+not say makes the time unknown (None), with the reason: never another GPU's figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from evener import facts
+from evener.facts import GpuKind
+from evener.plan.values import Collective, Cut, Op, Trace
+
+_PEAKS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_US = 1e-6
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices that a plan is for.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        name: For messages: "8 x H100-80GB".
+        gpus: Per node.
+        kind: The facts about one of them; None for the CPU and for a GPU that no table knows.
+        capacity_bytes: What one rank may use.
+        capacity_from: Where that number comes from.
+        nvlink: Whether collectives inside a node go over NVLink; None: not known (assumed where the sheet has links
+            that are made for whole boards, and said).
+        calibration: Measured efficiencies of this kind; empty: the shipped ranges.
+    """
+
+    device: str
+    name: str
+    capacity_bytes: int
+    capacity_from: str
+    gpus: int = 1
+    nodes: int = 1
+    kind: GpuKind | None = None
+    nvlink: bool | None = None
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        text = self.kind.compute_capability if self.kind is not None else None
+        return (int(text.split(".")[0]), int(text.split(".")[1])) if text else None
+
+    @property
+    def links(self) -> tuple[str, float | None]:
+        """The path between GPUs of one node and its bytes/s in one direction: ("nvlink", ...) or ("pcie", ...)."""
+        kind = self.kind
+        if kind is None:
+            return "pcie", None
+        boards = kind.nvlink_bandwidth is not None and kind.nvlink_bandwidth >= 100e9  # less is a bridge for pairs
+        if kind.nvlink_bandwidth is not None and (boards if self.nvlink is None else self.nvlink):
+            return "nvlink", kind.nvlink_bandwidth
+        return "pcie", kind.pcie_bandwidth
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One end of every range together: "low" is the fastest (best efficiency), "high" the slowest."""
+
+    matmul: float
+    memory: float
+    network: float
+    launch: float
+    internode: float
+
+    @staticmethod
+    def of(end: str, calibration: Mapping[str, Any]) -> Pace:
+        table = facts.overheads()
+        good = {"low": "high", "mid": "mid", "high": "low"}[end]  # a high efficiency is a short time
+
+        def efficiency(name: str) -> float:
+            measured = calibration.get(name)
+            # A measurement on this kind replaces the range; what is left is how much steps differ from benchmarks.
+            spread = {"low": 1.1, "mid": 1.0, "high": 0.8}[end]
+            return float(measured) * spread if measured else float(table["efficiency"][name][good])
+
+        return Pace(
+            matmul=efficiency("matmul"),
+            memory=efficiency("memory"),
+            network=efficiency("network"),
+            launch=float(calibration.get("launch_us") or table["launch"][end]) * _US,
+            internode=float(calibration.get("internode_gb_per_s") or table["internode"][good]) * 1e9,
+        )
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of one update; None where it is unknown, with the reasons. `parts`: of the middle one, before overlap."""
+
+    low: float | None
+    mid: float | None
+    high: float | None
+    because: tuple[str, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def seconds(trace: Trace, machine: Machine, *, tf32: bool = False) -> Seconds:
+    """Time of one steady update of the traced cut. Data loading is not in it."""
+    unknown = _unknown(trace, machine, tf32)
+    if unknown:
+        return Seconds(None, None, None, unknown)
+    ends = {end: _update(trace, machine, Pace.of(end, machine.calibration), tf32) for end in ("low", "mid", "high")}
+    notes = ["calibrated"] if machine.calibration else ["efficiencies of the shipped table, not measured here"]
+    path, _ = machine.links
+    if trace.cut.ranks > 1 and machine.gpus > 1 and machine.nvlink is None:
+        notes.append(f"GPUs of a node are assumed to be connected by {'NVLink' if path == 'nvlink' else 'PCIe'}")
+    if trace.cut.ranks > machine.gpus and not machine.calibration.get("internode_gb_per_s"):
+        notes.append("the network between nodes is a guess of 3 to 50 GB/s per GPU")
+    return Seconds(ends["low"][0], ends["mid"][0], ends["high"][0], tuple(notes), ends["mid"][1])
+
+
+def _unknown(trace: Trace, machine: Machine, tf32: bool) -> tuple[str, ...]:
+    kind = machine.kind
+    if machine.device != "cuda":
+        return ("time on the CPU is not predicted",)
+    if kind is None or not kind.memory_bandwidth:
+        return (f"no speeds are known of {machine.name}",)
+    names = {_peak_name(one, tf32) for one in trace.steady() if isinstance(one, Op) and one.flops}
+    lacks = sorted(name for name in names if name not in kind.peak)
+    reasons = [f"{kind.name} has no known peak for {name}" for name in lacks]
+    if trace.cut.ranks > 1 and machine.gpus > 1 and machine.links[1] is None:
+        reasons.append(f"no bandwidth between GPUs is known of {kind.name}")
+    return tuple(reasons)
+
+
+def _peak_name(one: Op, tf32: bool) -> str:
+    name = _PEAKS.get(one.dtype, one.dtype)
+    return "tf32" if tf32 and name == "fp32" and one.shape else name
+
+
+def operation_seconds(one: Op, kind: GpuKind, pace: Pace, tf32: bool = False) -> float:
+    """The device's time for one operation: its start, and the slower of computing and moving."""
+    assert kind.memory_bandwidth is not None
+    moving = (one.bytes_read + one.bytes_written) / (kind.memory_bandwidth * pace.memory)
+    computing = one.flops / (kind.peak[_peak_name(one, tf32)] * pace.matmul) if one.flops else 0.0
+    return 2 * _US + max(moving, computing)
+
+
+def collective_seconds(one: Collective, cut: Cut, machine: Machine, pace: Pace) -> float:
+    """Ring times on the topology; a group with several nodes goes around inside of each, and between them."""
+    inside = min(one.group, machine.gpus)
+    if cut.strategy == "hsdp" and one.group == cut.replicas != cut.world_size:
+        inside = min(one.group, max(1, machine.gpus // max(1, cut.world_size // cut.replicas)))  # far apart in rank
+    nodes = -(-one.group // inside)
+    path, bandwidth = machine.links
+    alpha = facts.overheads()["alpha"]
+    total = 0.0
+    if inside > 1 and bandwidth is not None:
+        total += _ring(one, inside, one.bytes, bandwidth * pace.network, alpha[path] * _US)
+    if nodes > 1:
+        total += _ring(one, nodes, one.bytes / inside, pace.internode * pace.network, alpha["network"] * _US)
+    return total
+
+
+def _ring(one: Collective, ranks: int, size: float, bandwidth: float, alpha: float) -> float:
+    turns = 2 if one.kind == "all_reduce" else 1
+    share = 1.0 if one.kind == "broadcast" else (ranks - 1) / ranks
+    return turns * (share * size / bandwidth + (ranks - 1) * alpha)
+
+
+def _update(trace: Trace, machine: Machine, pace: Pace, tf32: bool) -> tuple[float, dict[str, float]]:
+    """(seconds of the whole update, {part: seconds})."""
+    kind, cut = machine.kind, trace.cut
+    assert kind is not None
+    pieces = list(_pieces(trace))
+    parts: dict[str, float] = {}
+    times = [_piece(events, cut, machine, kind, pace, tf32, parts) for events in pieces]
+    total = sum(times)
+    if cut.microbatches > trace.pieces:
+        repeated = times[max(0, trace.pieces - 2)]
+        total += (cut.microbatches - trace.pieces) * repeated
+        parts["repeated microbatches"] = (cut.microbatches - trace.pieces) * repeated
+    return total, parts
+
+
+def _pieces(trace: Trace) -> Iterator[list[Op | Collective]]:
+    """The steady update's timed events, one list a microbatch; reduction and optimizer go with the last."""
+    now: list[Op | Collective] = []
+    past, done = "", 0
+    for one in trace.steady():
+        if not isinstance(one, Op | Collective):
+            continue
+        if past == "backward" and one.phase == "forward" and done < trace.pieces - 1:
+            yield now
+            now, done = [], done + 1
+        past = one.phase
+        now.append(one)
+    yield now
+
+
+def _piece(
+    events: list[Op | Collective],
+    cut: Cut,
+    machine: Machine,
+    kind: GpuKind,
+    pace: Pace,
+    tf32: bool,
+    parts: dict[str, float],
+) -> float:
+    compute = network = host = gathered = 0.0
+    past = ""
+    for one in events:
+        if past != one.phase and one.phase == "optimizer":
+            compute = max(compute, network)  # gradients have arrived
+        past = one.phase
+        if isinstance(one, Op):
+            host += pace.launch
+            took = operation_seconds(one, kind, pace, tf32)
+            compute = max(compute, host) + took
+            parts[one.phase] = parts.get(one.phase, 0.0) + took
+            continue
+        took = collective_seconds(one, cut, machine, pace)
+        parts["communication"] = parts.get("communication", 0.0) + took
+        prefetched = one.kind == "all_gather" and cut.strategy in ("fsdp", "hsdp")
+        network = max(network, gathered if prefetched else compute) + took
+        if prefetched or one.waits:
+            compute = max(compute, network)
+        if prefetched:
+            gathered = compute
+    return max(compute, network, host)

@@ -1,0 +1,242 @@
+"""From what was asked to a plan: the machine, the cuts, the choice. Nothing here needs torch or a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from evener import facts
+from evener.errors import EvenerError, ShortageError, UsageError
+from evener.facts import GIB
+from evener.gpus import look
+from evener.gpus.values import Gpu, Snapshot
+from evener.plan import search
+from evener.plan.captured import Captured
+from evener.plan.clock import Machine
+from evener.plan.search import Book, Plan, Row, Tracer
+
+# Keywords of Run that a plan decides; what the script gives itself stays.
+DECIDED = ("strategy", "precision", "microbatch_size", "activation_checkpointing", "saved_activations")
+
+
+def machine_of(
+    *,
+    gpu: str | None = None,
+    recorded: str | None = None,
+    cpu: bool = False,
+    nproc: int | None = None,
+    nodes: int = 1,
+    environ: Mapping[str, str] | None = None,
+) -> Machine:
+    """The devices to plan for: a kind by name or file, a recording of `evener gpus --record`, or this machine.
+
+    nproc: GPUs (processes) on each node; None: one for a named kind, all of one kind that a recording or machine has.
+    """
+    count = sum((gpu is not None, recorded is not None, cpu))
+    if count > 1:
+        raise UsageError("--gpu, --gpus and --cpu exclude each other.", fix=["give one of them, or none: this machine"])
+    for option, value in (("--nproc", nproc), ("--nodes", nodes)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: at least 1.", fix=[f"{option} 1"])
+    if gpu is not None:
+        kind = facts.kinds_from(gpu)[0] if gpu.endswith(".toml") else facts.named(gpu)
+        return _of_kind(kind, nproc or 1, nodes)
+    if recorded is not None:
+        return _of_snapshot(look.read_recording(recorded), nproc, nodes, recorded)
+    if not cpu:
+        snapshot = look.look(os.environ if environ is None else environ)
+        if snapshot.gpus:
+            return _of_snapshot(snapshot, nproc, nodes, "this machine")
+        trouble = snapshot.trouble
+        if trouble is not None and trouble.broken:
+            raise ShortageError(trouble.cause, evidence=trouble.evidence, fix=[*trouble.fix, "--gpu NAME, or --cpu"])
+    return _this_cpu(nproc or 1, nodes)
+
+
+def _of_kind(kind: facts.GpuKind, nproc: int, nodes: int) -> Machine:
+    source = kind.usable_source or f"the sheet's memory less what other kinds lose: {kind.source}"
+    return Machine("cuda", _named(nproc, nodes, kind.name), kind.capacity_bytes, source, nproc, nodes, kind)
+
+
+def _named(nproc: int, nodes: int, name: str) -> str:
+    return f"{nodes} x {nproc} x {name}" if nodes > 1 else f"{nproc} x {name}"
+
+
+def _of_snapshot(snapshot: Snapshot, nproc: int | None, nodes: int, where: str) -> Machine:
+    """The most frequent kind of the GPUs; capacity is what the emptiest of the chosen ones has, as the driver says."""
+    able = [one for one in snapshot.gpus if one.error is None and one.memory_total_bytes and not one.mig_enabled]
+    if not able:
+        raise ShortageError(f"{where} has no GPU that could be planned for.", fix=["--gpu NAME plans for any kind"])
+    name = Counter(one.name for one in able).most_common(1)[0][0]
+    same = [one for one in able if one.name == name]
+    if nproc is not None and nproc > len(same):
+        raise ShortageError(
+            f"{where} has {len(same)} x {name}, and {nproc} are asked for.", fix=["--gpu NAME --nproc N"]
+        )
+    same = sorted(same, key=_room, reverse=True)[: nproc or len(same)]
+    known = facts.find(name or "")
+    room = min(_room(one) for one in same)
+    total = min(one.memory_total_bytes or 0 for one in same)
+    cc = same[0].compute_capability
+    kind = known or facts.GpuKind(name or "unknown", memory_bytes=total, compute_capability=cc, source=where)
+    ids = {one.index for one in same}
+    between = [one for one in snapshot.links if one.a in ids and one.b in ids]
+    nvlink = all(one.nvlinks for one in between) if between else None
+    if known is None or known.usable_bytes is None:
+        capacity, source = room, f"{where}: the driver's total less its own part"
+    else:
+        capacity, source = min(room, known.usable_bytes), f"{where}, and {known.usable_source}"
+    return Machine("cuda", _named(len(same), nodes, name or "GPU"), capacity, source, len(same), nodes, kind, nvlink)
+
+
+def _room(one: Gpu) -> int:
+    return (one.memory_total_bytes or 0) - (one.memory_reserved_bytes or 0)
+
+
+def _this_cpu(nproc: int, nodes: int) -> Machine:
+    import psutil  # type: ignore[import-untyped]
+
+    total, source = int(psutil.virtual_memory().total), "this machine's memory"
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            limit = int(Path(path).read_text("ascii"))
+            if limit < total:
+                total, source = limit, f"the limit in {path}"
+    share = "" if nproc == 1 else f", shared by {nproc} processes"
+    name = f"{nproc} process{'es' if nproc > 1 else ''} on the CPU"
+    return Machine("cpu", name, total // nproc, source + share, nproc, nodes)
+
+
+def calibration_path() -> Path:
+    """Where what was measured on this user's GPUs is kept."""
+    return Path.home() / ".cache" / "evener" / "calibration.json"
+
+
+def calibrated(machine: Machine, path: Path | None = None) -> Machine:
+    """The machine with what a calibration file says about its kind; unchanged where there is none."""
+    where = path or calibration_path()
+    if machine.kind is None or (path is None and not where.is_file()):
+        return machine
+    try:
+        known = json.loads(where.read_text(encoding="utf-8"))["gpus"]
+        found = known.get(machine.kind.name, {})
+        values = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(f"{where} is no calibration.", evidence=[repr(error)], fix=["delete it"]) from None
+    return replace(machine, calibration=values)
+
+
+def make(
+    tracer: Tracer,
+    captured: Captured,
+    machine: Machine,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+    neighbours: bool = True,
+) -> Plan:
+    """The plan for a captured step on a machine.
+
+    Raises EvenerError when not one cut can be traced: with the first reason.
+    """
+    world = machine.gpus * machine.nodes
+    if world > captured.global_batch_size:
+        raise UsageError(
+            f"{world} ranks for a global batch of {captured.global_batch_size} rows: some would never have one.",
+            fix=[f"--nproc {max(1, captured.global_batch_size // machine.nodes)} or less"],
+        )
+    book = Book(tracer, say)
+    rows = search.rows_of(book, captured, machine, world)
+    if not book.made and book.refused:
+        raise next(iter(book.refused.values()))
+    precision = search.natural_precision(captured, machine)
+    chosen, because = search.choose(rows, precision)
+    if chosen is not None and chosen.how != "traced":
+        with suppress(EvenerError):  # the chosen one is traced as it is; everything else may follow from others
+            exact = search.price(book.traced(chosen.cut), machine, captured)
+            rows = [exact if row is chosen else row for row in rows]
+            if exact.verdict in ("fits", chosen.verdict):
+                chosen = exact
+            else:
+                chosen, because = search.choose(rows, precision)
+    others: tuple[str, ...] = ()
+    if neighbours and machine.nodes == 1 and captured.asked("strategy") is None:
+        counts = [world + 1, *([world - 1] if world > 1 else [])]
+        others = tuple(search.neighbour(book, captured, machine, count) for count in counts)
+    return Plan(
+        chosen=chosen,
+        because=(*because, *_reasons(chosen, rows, captured, machine)),
+        rows=tuple(rows),
+        machine=machine.name,
+        capacity_bytes=machine.capacity_bytes,
+        global_batch_size=captured.global_batch_size,
+        nodes=machine.nodes,
+        neighbours=others,
+        untraced=tuple(dict.fromkeys(line for row in rows for line in row.untraced)),
+        notes=_notes(rows, captured, machine),
+        keywords=_keywords(chosen, captured),
+    )
+
+
+def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: Machine) -> list[str]:
+    room = f"{machine.capacity_bytes / GIB:.2f} GiB usable ({machine.capacity_from})"
+    lines = [room]
+    if chosen is None or chosen.device_total_bytes is None:
+        smallest = min((row.device_total_bytes for row in rows if row.device_total_bytes), default=None)
+        return [*lines, f"the smallest cut needs {search.gib(smallest)}"] if smallest else lines
+    lines[0] = f"{search.gib(chosen.device_total_bytes)} (up to {search.gib(chosen.high_bytes)}) of {room}"
+    for name in DECIDED:
+        if captured.asked(name, "none" if name == "activation_checkpointing" else "auto") is not None:
+            lines.append(f"{name}={captured.given[name]['value']!r} is the script's ({captured.given[name]['origin']})")
+    if captured.slice_size is not None:
+        lines.append(f"a piece is one slice of {captured.slice_size} rows: exact or coupled code is never cut further")
+    return lines
+
+
+def _notes(rows: list[Row], captured: Captured, machine: Machine) -> tuple[str, ...]:
+    notes = [line for row in rows for line in row.notes]
+    if captured.on_cpu:
+        where = ", ".join(captured.on_cpu[:4])
+        notes.append(f"the script says cuda before its Run ({where}): taken for the CPU here; leave the device to Run")
+    guessed = {term.name for row in rows for term in row.terms if term.how == "guessed"}
+    if guessed:
+        notes.append(f"ranges of the shipped table, not measured on this kind of machine: {', '.join(sorted(guessed))}")
+    return tuple(dict.fromkeys(notes))
+
+
+def _keywords(chosen: Row | None, captured: Captured) -> dict[str, Any]:
+    """What `evener run --plan` hands to Run: only factors that the script leaves open."""
+    if chosen is None:
+        return {}
+    cut = chosen.cut
+    values = {name: getattr(cut, name) for name in DECIDED}
+    plain = {"activation_checkpointing": "none", "saved_activations": "keep"}
+    return {
+        name: value
+        for name, value in values.items()
+        if captured.asked(name) is None
+        and value != plain.get(name)
+        and not (name == "microbatch_size" and (cut.microbatches == 1 or captured.slice_size is not None))
+    }
+
+
+def read_plan_file(path: str) -> tuple[dict[str, Any], int | None]:
+    """(keywords, ranks) of a file that `evener plan --json` wrote."""
+    fix = ["evener plan --json SCRIPT > plan.json writes one"]
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        keywords, chosen = values["keywords"], values["chosen"]
+        if chosen is None:
+            raise UsageError(f"{path} has no chosen cut: nothing fits.", evidence=values["because"], fix=fix)
+        ranks = chosen["world_size"] * chosen["devices"]
+        nodes = values["machine"]["nodes"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no plan.", evidence=[str(error) or repr(error)], fix=fix) from None
+    if nodes > 1:
+        return dict(keywords), None
+    return dict(keywords), int(ranks)

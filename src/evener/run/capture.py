@@ -1,0 +1,240 @@
+"""The capture of `evener plan`: a script runs up to its first `Run`, whose step is then traced instead of trained.
+
+    python -m evener.run.capture SHIM JOB.json [-m] SCRIPT [ARGS...]
+
+is the child process: it runs the script as a rank of `evener run` would be (through the launcher's shim), with one
+difference: what the script moves to "cuda" before its Run stays on the CPU. In the constructor of the first Run `serve`
+takes over: it tells what it found, answers requests for traces, and ends the process; nothing after that line runs.
+Two pipes carry it, one JSON object a line:
+
+    -> {"captured": {...}}                          <- {"cut": {...}, "device": "cuda", "capability": [9, 0]}
+    -> {"trace": {...}} or {"error": {cause, evidence, fix}} or {"error": ..., "aborted": true}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from contextvars import ContextVar
+from dataclasses import asdict
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from evener import batch as batches
+from evener.config import Config
+from evener.data import Cursor, make_feed, source_of
+from evener.engine import batchnorm as bn
+from evener.engine.setup import by_name, decide_batch
+from evener.errors import EvenerError
+from evener.plan.captured import Captured
+from evener.plan.values import Cut
+
+if TYPE_CHECKING:
+    from evener.measure.trace import Step
+
+_STAYING: ContextVar[StayOnCpu | None] = ContextVar("what a captured script moved to cuda", default=None)
+
+
+class StayOnCpu(TorchFunctionMode):
+    """`.cuda()`, `.to("cuda")` and `device="cuda"` mean the CPU; `lines` are the places that said so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.over = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.over:
+            return func(*args, **kwargs)
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            self._said()
+            return args[0]
+        if any(map(_is_cuda, args)) or any(map(_is_cuda, kwargs.values())):
+            self._said()
+            args = [torch.device("cpu") if _is_cuda(one) else one for one in args]
+            kwargs = {name: torch.device("cpu") if _is_cuda(one) else one for name, one in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _said(self) -> None:
+        frame, here = sys._getframe(2), (__file__, os.path.dirname(torch.__file__))
+        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+            frame = frame.f_back
+        line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if line not in self.lines:
+            self.lines.append(line)
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cuda") or (
+        isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+    )
+
+
+def main() -> None:
+    from evener.run import capture  # not this module, which is __main__ for a moment: the one that Run imports
+
+    shim, sys.argv[:] = sys.argv[1], sys.argv[1:]
+    staying = capture.StayOnCpu()
+    capture._STAYING.set(staying)
+    with staying:
+        runpy.run_path(shim)["main"]()
+
+
+def serve(config: Config, model: Any, optimizer: Any, loss_fn: Any, dataset: Any, pipes: tuple[int, int]) -> NoReturn:
+    """Answers what the other end of `pipes` (read, write) asks about this Run's step, then ends the process."""
+    staying = _STAYING.get()
+    if staying is not None:
+        staying.over = True
+    # The answers are evener's; what the script printed so far is in its log.
+    with os.fdopen(pipes[0], "r", encoding="utf-8") as requests, os.fdopen(pipes[1], "w", encoding="utf-8") as answers:
+        try:
+            step, captured = _look(config, model, optimizer, loss_fn, dataset, tuple(staying.lines if staying else ()))
+        except Exception as error:
+            _tell(answers, error=_words(error))
+        else:
+            _tell(answers, captured=asdict(captured))
+            for line in requests:
+                asked = json.loads(line)
+                _tell(answers, **_answer(step, asked))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nothing of the script runs after its Run, no exit handler either
+
+
+def _answer(step: Step, asked: dict[str, Any]) -> dict[str, Any]:
+    capability = tuple(asked["capability"]) if asked["capability"] else None
+    try:
+        if not hasattr(step, "trace_forked"):
+            return _tmp(step, asked, capability)
+        trace = step.trace_forked(Cut.from_json(asked["cut"]), device=asked["device"], capability=capability)
+    except Exception as error:
+        return {"error": _words(error)}
+    return {"trace": trace.to_json()}
+
+
+def _tmp(step, asked, capability):
+    import time
+    r, w = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(r)
+        try:
+            tr = step.trace(Cut.from_json(asked["cut"]), device=asked["device"], capability=capability)
+            out = {"trace": tr.to_json()}
+        except BaseException as e:
+            out = {"error": _words(e)}
+        with os.fdopen(w, "w") as f:
+            json.dump(out, f)
+        os._exit(0)
+    os.close(w)
+    with os.fdopen(r) as f:
+        text = f.read()
+    _, st = os.waitpid(pid, 0)
+    if not text:
+        return {"error": {"cause": f"tracing was ended: {st}", "evidence": [], "fix": []}}
+    return json.loads(text)
+
+
+def _tell(answers: IO[str], **values: Any) -> None:
+    answers.write(json.dumps(values) + "\n")
+    answers.flush()
+
+
+def _words(error: Exception) -> dict[str, Any]:
+    """Any exception: loss function, dataset and modules are the user's, and their errors belong in the plan."""
+    if isinstance(error, EvenerError):
+        return {"cause": error.cause, "evidence": list(error.evidence), "fix": list(error.fix)}
+    here = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(here)]
+    at = [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
+    text = f"{type(error).__name__}: {error}".splitlines()
+    fix = ["does the script train with python? then please report this"]
+    return {"cause": "the step could not be traced.", "evidence": [*text[:4], *at], "fix": fix}
+
+
+def _look(
+    config: Config, model: Any, optimizer: Any, loss_fn: Any, dataset: Any, on_cpu: tuple[str, ...]
+) -> tuple[Step, Captured]:
+    from evener.measure.trace import Step
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # tracing needs one of its own, with as many ranks as it likes
+    models, optimizers = by_name("model", model), by_name("optimizer", optimizer)
+    whole = torch.nn.ModuleList(models.values())
+    batch, rows, total = sample(config, dataset)
+    coupled = bn.has_batchnorm(whole) and config.batchnorm != "sync"
+    slices = decide_batch(
+        global_batch_size=config.global_batch_size,
+        microbatch_size=config.microbatch_size,
+        slice_size=config.slice_size,
+        exact=config.exact,
+        coupled=True if config.prepare is not None and config.coupled is None else config.coupled,
+        batchnorm=coupled,
+        rank=0,
+        world_size=1,
+    )
+    parameters = list(whole.parameters())
+    buffers = [one for one in whole.buffers() if not one.is_meta]
+    held = sum(one.nbytes for one in (*parameters, *buffers) if not one.is_meta)
+    known = config.as_json()
+    captured = Captured(
+        global_batch_size=config.global_batch_size,
+        rows=total,
+        row_bytes=sum(leaf.nbytes for _, leaf in batches.leaves(batch)) // rows,
+        parameters=sum(one.numel() for one in parameters),
+        trainable=sum(one.numel() for one in parameters if one.requires_grad),
+        parameter_bytes=sum(one.nbytes for one in parameters),
+        buffer_bytes=sum(one.nbytes for one in whole.buffers()),
+        optimizers=tuple(type(one).__name__ for one in optimizers.values()),
+        slice_size=slices.cut.slice_size,
+        exact=config.exact,
+        given={name: one for name, one in known.items() if one["origin"] != "default"},
+        process_bytes=max(0, _resident() - held),
+        on_cpu=on_cpu,
+    )
+    given = {name: getattr(config, name) for name in known}
+    return Step(model, optimizer, loss_fn, batch, given), captured
+
+
+def sample(config: Config, dataset: Any) -> tuple[Any, int, int | None]:
+    """A few real rows as the loss function gets them, how many, and how many the dataset has (None: a stream)."""
+    source = source_of(dataset, config.stream)
+    few = min(2, config.global_batch_size, source.rows or 2)
+    feed = make_feed(
+        source,
+        stream=config.stream,
+        order=config.order,
+        global_batch_size=few,
+        drop_last=False,
+        rank=0,
+        world_size=1,
+        cut=lambda rows: [(0, rows)],
+        device=torch.device("cpu"),
+        seed=config.seed,
+        num_workers=0,
+        collate_fn=config.collate_fn,
+        on_bad_sample=config.on_bad_sample,
+    )
+    with contextlib.closing(feed):
+        piece = next(iter(feed.portions(Cursor(0, 0), updates=1))).pieces[0]
+    batch = piece.batch
+    if config.prepare is not None:
+        batch = config.prepare(batch, torch.Generator().manual_seed(config.seed))
+    return batch, piece.rows, None if source.stream else source.rows
+
+
+def _resident() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+if __name__ == "__main__":
+    main()
