@@ -71,6 +71,7 @@ def test_defaults():
         "save_every": "10min",
         "keep_checkpoints": 3,
         "resume": "auto",
+        "accept_changed_data": False,
         "timeout": 600,
         "logger": None,
         "profile": None,
@@ -179,7 +180,7 @@ def test_a_misspelt_keyword_names_the_nearest_and_its_group():
     assert refused(micro_batch_size=4) == (
         "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size, weights, fsdp, activation_checkpointing"
     )
-    assert "output keywords: dir, save_every, keep_checkpoints, resume, timeout, logger, profile, split" in refused(
+    assert "output keywords: dir, save_every, keep_checkpoints, resume, accept_changed_data, timeout, logger, profile, split" in refused(
         time_out=4
     )
     everything = refused(zzz=4)

@@ -165,7 +165,26 @@ def test_a_mistake_in_an_event_is_not_swallowed(tmp_path):
 
 
 def test_runs_started_together_get_a_directory_each(tmp_path):
-    code = f"from evener.report.folder import RunFolder; print(RunFolder({str(tmp_path / 'run')!r}).path)"
-    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    paths = [run.communicate()[0].strip() for run in runs]
+    code = f"from evener.report.folder import RunFolder; x = RunFolder({str(tmp_path / 'run')!r}); print(x.path, flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    runs = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(4)]
+    paths = [run.stdout.readline().strip() for run in runs]  # all of them live
+    for run in runs:
+        run.communicate("\n")
     assert sorted(paths) == [str(tmp_path / name) for name in ("run", "run-2", "run-3", "run-4")]
+
+
+def test_what_a_killed_start_left_is_taken(tmp_path):
+    """Nobody holds its lock, and no event was written: there is nothing to keep."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").touch()
+    first = RunFolder(tmp_path / "run")
+    assert first.path == tmp_path / "run"
+    second = RunFolder(tmp_path / "run")  # held, although still empty
+    assert second.path == tmp_path / "run-2"
+    first.event("start", world_size=1, versions={})
+    first.close()
+    third = RunFolder(tmp_path / "run")
+    assert third.path == tmp_path / "run-3"
+    second.close()
+    third.close()

@@ -261,3 +261,35 @@ def test_models_are_plain_inside_loss_fn(tmp_path):
 
     with run_of(tmp_path, loss_fn, model=model) as run:
         assert next(run.updates(updates=1)).loss > 0
+
+
+def test_the_last_values_come_after_what_the_body_said(tmp_path, capsys):
+    with run_of(tmp_path) as run:
+        for epoch in run.epochs(2):
+            for update in epoch:
+                run.print("body", update.number)
+            run.print("epoch", epoch.number)
+    with run_of(tmp_path / "other") as run:
+        for update in run.updates(updates=3):
+            run.print("mine", update.number)
+    lines = [line.split(" · ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines.index("update 6/6") == lines.index("body 5") + 1 == lines.index("epoch 1") - 1, lines
+    assert lines.index("update 3/3") == lines.index("mine 2") + 1, lines
+
+
+def test_what_run_was_not_given_is_named(tmp_path):
+    model = make("mlp")
+    for given, what in (((), "a model"), ((model,), "an optimizer")):
+        with pytest.raises(
+            evener.errors.UsageError, match=rf"^Run needs {what}\.\n  fix: Run\(model, optimizer, loss_fn, dataset"
+        ):
+            evener.Run(*given, global_batch_size=8)
+
+
+def test_a_model_made_in_inference_mode_is_refused_and_may_be_evaluated(tmp_path):
+    with torch.inference_mode():
+        model = make("mlp")
+    with pytest.raises(evener.errors.ModelError, match=r"the model was made inside torch\.inference_mode\(\)"):
+        run_of(tmp_path, model=model)
+    with run_of(tmp_path) as run:
+        assert set(run.evaluate(mlp_rows(5), model=model)) == {"loss", "accuracy"}

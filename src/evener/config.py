@@ -90,6 +90,7 @@ class RunKeywords(TypedDict, total=False):
     save_every: int | str | None
     keep_checkpoints: int
     resume: Literal["auto", "must", "never"]
+    accept_changed_data: bool
     timeout: float
     logger: Any
     profile: range | None
@@ -139,6 +140,7 @@ class Config:
     save_every: int | str | None = field(default="10min", metadata=_row("output", checks.every))
     keep_checkpoints: int = field(default=3, metadata=_row("output", checks.whole(1, "a whole number from 1")))
     resume: str = field(default="auto", metadata=_row("output", checks.word("auto", "must", "never")))
+    accept_changed_data: bool = field(default=False, metadata=_row("output", checks.switch()))
     timeout: float = field(
         default=600, metadata=_row("output", checks.above_zero("a finite number of seconds above 0"))
     )

@@ -96,6 +96,11 @@ def parser() -> Parser:
         help="after a failure start again from the last checkpoint, N times at most (default: 0)",
     )
     add(
+        "--accept-changed-data",
+        action="store_true",
+        help="continue although the dataset has another number of rows: their order begins with the next epoch",
+    )
+    add(
         "--debug",
         nargs="?",
         const="all",
@@ -249,7 +254,8 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         logs=given.log_dir,
         tee=given.tee,
         debug=given.debug is not None,
-        overrides=dict(to_override(word) for word in given.set),
+        overrides=dict(to_override(word) for word in given.set)
+        | ({"accept_changed_data": True} if given.accept_changed_data else {}),
     )
 
 

@@ -59,6 +59,11 @@ def device(spec: str | int | torch.device | None = None) -> torch.device:
     raise DeviceError(f"device {str(wanted)!r} is not supported.", fix=["cpu, cuda or mps"])
 
 
+def hardware(device: torch.device) -> str:
+    """What kernels are chosen by: the GPU's name, or what the CPU can do."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+
+
 def _idle_slot() -> int:
     """The slot of an idle GPU that this process now holds, or has held since it asked before."""
     folder = leases.default_path()

@@ -71,7 +71,7 @@ class Ema:
                 **{name: self.shards.kept(self.shards.shards[name], one) for name, one in self.wide.items()},
             }
         state = {name: self.wide.get(name, tensor) for name, tensor in self.module.state_dict().items()}
-        return {name: tensor.detach().clone() for name, tensor in plain_state(state).items()}
+        return plain_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.shards is not None:

@@ -47,7 +47,7 @@ from evener.engine.setup import (
 from evener.engine.shards import Options, Shards, check_fsdp, policy_of, without_storage
 from evener.engine.spread.choose import make_spread
 from evener.engine.step import Open, apply, backward, unscale
-from evener.engine.target import LossFn, Target
+from evener.engine.target import LossFn, Target, clone
 from evener.engine.update import Update
 from evener.errors import BatchSizeError, UsageError, one_of, show_errors_without_traceback
 
@@ -374,17 +374,21 @@ class Engine:
         with self.group.call("digest"):
             return digest_of(self.model, [target.optimizer for target in self.targets.values()], self.shards)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next update depends on, apart from the data. Tensors are clones. Waits for the device.
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """Everything the next update depends on, apart from the data. Waits for the device.
 
         Under fsdp it is collective: tensors are whole on rank 0's host, and shapes without values on the other ranks.
+
+        Args:
+            copy: Tensors are clones. False: the engine's own, to be written or copied before the next update.
         """
         self.settle()
+        copied = clone if copy else _as_they_are
         model: dict[str, Any] = self.shards.state_dict() if self.shards is not None else self.model.state_dict()
         return {
-            "model": {name: tensor.detach().clone() for name, tensor in plain_state(model).items()},
-            "ema": self.ema.state_dict() if self.ema is not None else None,
-            "targets": {name: target.state_dict(self.shards) for name, target in self.targets.items()},
+            "model": copied(plain_state(model)),
+            "ema": copied(self.ema.state_dict()) if self.ema is not None else None,
+            "targets": {name: copied(target.state_dict(self.shards)) for name, target in self.targets.items()},
             "groups": self.groups(),
             "buffers": self.buffers.left_out(plain_state(self.model.state_dict())),
             "number": self.number,
@@ -572,6 +576,10 @@ class Engine:
     def fingerprint(self) -> dict[str, Any]:
         """What exact mode's bits depend on besides the hardware; a resume checks it."""
         return {**self.pins.fingerprint(), "precision": self.precision.name, "slice_size": self.cut.slice_size}
+
+
+def _as_they_are(state: Any) -> Any:
+    return state
 
 
 def _union(positions: list[int]) -> list[int]:

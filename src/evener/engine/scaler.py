@@ -47,6 +47,7 @@ class LossScale:
                 f"scaler settings {settings} are out of range.",
                 fix=["init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1"],
             )
+        self.settings = settings
         self.growth_factor = float(settings["growth_factor"])
         self.backoff_factor = float(settings["backoff_factor"])
         self.growth_interval = int(settings["growth_interval"])

@@ -31,6 +31,7 @@ class Schedule:
         self.scheduler: Any = None
         self.by_user = self.counts = False
         self._loaded: Any = None
+        self.made: dict[str, Any] | None = None  # what a function's schedule was when it was new
         if callable(scheduler) and not hasattr(scheduler, "step"):
             self.maker = scheduler
         else:
@@ -55,11 +56,13 @@ class Schedule:
                 fix=["make the schedule from the same optimizer object"],
             )
 
-    def build(self, total: int | None) -> None:
+    def build(self, total: int | None, *, same: bool = True) -> None:
         """Make the schedule, once the number of steps it is for is known. A second call does nothing.
 
+        same: After a resume it must be the checkpoint's; False where the saved settings count instead.
+
         Raises:
-            UsageError: nobody knows it (None): the epochs of a stream.
+            UsageError: nobody knows the number (None): the epochs of a stream. Or it is not the same.
         """
         if self.maker is None:
             return
@@ -72,7 +75,11 @@ class Schedule:
         groups = self.optimizer.param_groups
         before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._take(maker(self.optimizer, total))
+        made = {"kind": type(self.scheduler).__name__, **settings(_plain(self._state()) or {})}
+        then, self.made = self.made, made
         if self._loaded is not None and self.scheduler is not None:
+            if same and then is not None:
+                _refuse_another(then, made)
             self.scheduler.load_state_dict(_typed(self._loaded, self.scheduler))
             self._loaded = None
             # Making a schedule sets the learning rate to that of its start; the restored optimizer had the right one.
@@ -149,12 +156,15 @@ class Schedule:
         return first, last, highest, ends
 
     def state_dict(self) -> dict[str, Any]:
-        inner = self.scheduler.state_dict() if hasattr(self.scheduler, "state_dict") else None
-        return {"done": self.done, "epochs": self.epochs, "scheduler": _plain(inner)}
+        inner = self._loaded if self.maker is not None else self._state()  # restored, and not built since
+        return {"done": self.done, "epochs": self.epochs, "scheduler": _plain(inner), "made": self.made}
+
+    def _state(self) -> Any:
+        return self.scheduler.state_dict() if hasattr(self.scheduler, "state_dict") else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.at = None
-        self.done, self.epochs = state["done"], state["epochs"]
+        self.done, self.epochs, self.made = state["done"], state["epochs"], state.get("made")
         if state["scheduler"] is None:
             return
         if self.maker is not None:
@@ -169,6 +179,32 @@ def _end(scheduler: Any) -> int | None:
         last = _end(scheduler._schedulers[-1])
         return None if last is None else int(scheduler._milestones[-1]) + last
     return getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", None)
+
+
+# What a schedule's state says about how far it is, not about which one it is.
+_PROGRESS = {"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "base_lrs"}
+_PROGRESS |= {"best", "num_bad_epochs", "cooldown_counter", "T_cur", "_initial_step", "last_metric"}
+
+
+def settings(state: Any) -> Any:
+    """What two schedules of one kind must share: their state without their progress, as JSON."""
+    if isinstance(state, Mapping):
+        return {str(key): settings(value) for key, value in state.items() if key not in _PROGRESS}
+    if isinstance(state, list | tuple):
+        return [settings(one) for one in state]
+    plain = isinstance(state, str | int | float | bool | None)
+    return state if plain else type(state).__name__
+
+
+def _refuse_another(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """A function made the schedule, so only now can it be seen whether it is the one of the checkpoint."""
+    differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    if differ:
+        raise UsageError(
+            f"the schedule {now['kind']} that scheduler= made is not the one of the checkpoint.",
+            evidence=[f"{key}: {then.get(key)!r}, now {now.get(key)!r}" for key in differ],
+            fix=["the same function and the same length of the loop (epochs=, updates=) continue it", 'resume="never"'],
+        )
 
 
 def _plain(state: Any) -> Any:

@@ -15,8 +15,9 @@ from evener.errors import BatchSizeError, ModelError, UsageError, one_of, refuse
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp", "hsdp")
 
 
-def check_model(model: object, *, blank: bool = False) -> torch.nn.Module:
+def check_model(model: object, *, blank: bool = False, trained: bool = True) -> torch.nn.Module:
     """The model itself, when it is a plain module on one device. blank: parameters without storage are all right.
+    trained: not only evaluated or exported.
 
     Raises:
         ModelError: no module, already wrapped for data parallelism, or spread over several devices.
@@ -38,6 +39,11 @@ def check_model(model: object, *, blank: bool = False) -> torch.nn.Module:
         raise ModelError(
             "the model's forward was replaced by accelerator.prepare() (mixed precision); precision= does that here.",
             fix=["leave prepare() out", "or accelerator.unwrap_model(model, keep_fp32_wrapper=False)"],
+        )
+    if trained and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            "the model was made inside torch.inference_mode(): its tensors can never be trained.",
+            fix=["make it outside of the block", "or copy.deepcopy(model), outside of the block"],
         )
     placed = getattr(model, "hf_device_map", None)
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"}

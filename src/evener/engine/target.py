@@ -223,10 +223,9 @@ class Target:
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self, shards: Shards | None = None) -> dict[str, Any]:
-        """Tensors are clones: the optimizer's own would change under the caller."""
-        optimizer = self.optimizer.state_dict() if shards is None else self._whole_state(shards)
+        """Tensors are the optimizer's own, which the next update changes."""
         return {
-            "optimizer": clone(optimizer),
+            "optimizer": self.optimizer.state_dict() if shards is None else self._whole_state(shards),
             "schedule": self.schedule.state_dict(),
             "scaler": self.loss_scale.state_dict() if self.loss_scale else None,
             "provisional": self.provisional if self.provisional_agreed else None,

@@ -56,8 +56,7 @@ class RunFolder:
             return
         wanted = Path("runs") / script_name() if dir is None else _named(Path(dir))
         try:
-            self.path = wanted if continues else _claim(wanted, fresh=dir is None)
-            self._lock = _hold(self.path)
+            self.path, self._lock = (wanted, _hold(wanted)) if continues else _claim(wanted, fresh=dir is None)
             self._events = Events(self.path / "events.jsonl")
         except OSError as error:
             raise _cannot_start(wanted, error) from None
@@ -191,11 +190,12 @@ def _named(path: Path) -> Path:
     return path
 
 
-def _claim(wanted: Path, fresh: bool) -> Path:
-    """Make `wanted`, or the first of its `-2`, `-3`, ... that no run has; return it.
+def _claim(wanted: Path, fresh: bool) -> tuple[Path, int]:
+    """Make `wanted`, or the first of its `-2`, `-3`, ... that no run has; return it and its lock.
 
     A run owns the directory whose events.jsonl it created: the kernel lets one process create it, so that two runs
-    started in the same moment do not share a directory. With `fresh`, a directory that was there is never used.
+    started in the same moment do not share a directory. One that is locked by nobody and without an event is what a
+    start left that was killed: it is taken. With `fresh`, a directory that was there is never used.
     """
     for number in itertools.count(1):
         path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
@@ -205,11 +205,17 @@ def _claim(wanted: Path, fresh: bool) -> Path:
             if number == 1 and not fresh:
                 raise UsageError(f"dir={str(path)!r} is a file.", fix=["name a directory that may be made"]) from None
             continue
-        try:
-            os.close(os.open(path / "events.jsonl", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        except FileExistsError:
+        lock, events = _hold(path), path / "events.jsonl"
+        if lock == _TAKEN:
             continue
-        return path
+        try:
+            os.close(os.open(events, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        except FileExistsError:
+            if lock == _NO_LOCKS or events.stat().st_size:
+                if lock >= 0:
+                    os.close(lock)
+                continue
+        return path, lock
     raise AssertionError("itertools.count ends")
 
 

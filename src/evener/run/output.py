@@ -63,8 +63,7 @@ class Output:
         self.total = total
         if self.waiting is not None:
             self._land(total)
-        last = total is not None and done >= total
-        if now < self.due and not last:
+        if now < self.due and (total is None or done < total):
             return
         self.due = now + min(_LONGEST, max(_SHORTEST, (now - self.began) / _POINTS))
         vector = update.vector()
@@ -77,8 +76,11 @@ class Output:
         speed = self.rows / seconds if seconds > 0 else 0.0
         self.waiting = (update, vector, speed, self.pulse.share(), event, done)
         self.rows, self.since = 0, now
-        if last:
-            self._land(total, wait=True)
+
+    def after_last(self) -> None:
+        """The body of the last update is over, what it printed stands: now the line with its values."""
+        if self.waiting is not None and self.total is not None and self.waiting[-1] >= self.total:
+            self._land(self.total, wait=True)
 
     def _write_split(self, number: int, now: float) -> None:
         """A `phases` event: rank 0's among the others, another rank's in a file of its own."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import hashlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,11 @@ from evener.config import Config
 from evener.data import Cursor, Mark
 from evener.dist import comm
 from evener.engine import Engine
+from evener.engine.schedule import settings
 from evener.engine.setup import plain_name
 from evener.errors import UsageError
 
+ROWS = "dataset rows"  # the field of the identity that `accept_changed_data` lets go
 FINISHED = "finished"  # a file in the run directory: the loop came to its end and the run was closed
 
 
@@ -37,7 +42,7 @@ def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]
         "schedule_by": config.schedule_by,
         "max_grad_norm": config.max_grad_norm,
         "ema": config.ema,
-        "dataset rows": rows,  # None for a stream
+        ROWS: rows,  # None for a stream
         "stream": config.stream,
         "batchnorm": config.batchnorm,
         "prepare": config.prepare is not None,
@@ -56,13 +61,49 @@ def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]
             about[f"{prefix} group {i} lr"] = _plain(group.get("initial_lr", group["lr"]))
             if not _cycles_momentum(target.schedule.scheduler) and "betas" in group:
                 about[f"{prefix} group {i} betas"] = _plain(group["betas"])
+        if target.loss_scale is not None:
+            about[f"{prefix} loss scale"] = target.loss_scale.settings
         scheduler = target.schedule.scheduler
         about[f"schedule {name}".strip()] = (
             "a function" if target.schedule.maker is not None else type(scheduler).__name__ if scheduler else None
         )
         if hasattr(scheduler, "state_dict"):
-            about[f"schedule {name} settings".replace("  ", " ")] = _settings(scheduler.state_dict())
+            about[f"schedule {name} settings".replace("  ", " ")] = settings(scheduler.state_dict())
     return about
+
+
+def code_of(model: torch.nn.Module) -> dict[str, Any]:
+    """What a run is made of beyond its state, for a warning: the layers without parameters are seen here alone."""
+    layers = {}
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            with contextlib.suppress(Exception):  # a user's own extra_repr
+                layers[plain_name(name)] = f"{type(module).__name__}({module.extra_repr()})"
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    about: dict[str, Any] = {"layers": layers, "script": None}
+    with contextlib.suppress(OSError):
+        about["script"] = hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16] if script else None
+    return about
+
+
+def changed_code(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Lines to show; nothing is refused for it: code may change without changing what it computes."""
+    layers = differences(then.get("layers", {}), now["layers"])
+    lines = [f"layer {line}" for line in layers[:4]] + [f"... and {len(layers) - 4} more layers"] * (len(layers) > 4)
+    if then.get("script") and now["script"] and then["script"] != now["script"]:
+        lines.append("the script has changed")
+    return (
+        ["changed since the checkpoint, and continued all the same:", *(f"  {line}" for line in lines)] if lines else []
+    )
+
+
+def with_other_data(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The states at the beginning of an epoch: the next one, unless they stand at one. Where in an order of other rows
+    they would stand, nobody knows.
+    """
+    position = states["run"]
+    epoch, offset = position["cursor"]
+    return {**states, "run": {**position, "cursor": [epoch + (offset > 0), 0], "epoch": {}}} if offset else states
 
 
 def marks_of(cursor: Cursor, stream: str | None, world_size: int) -> dict[str, Any] | None:
@@ -108,20 +149,6 @@ def _look(tensor: torch.Tensor) -> str:
     kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
     return f"{kind}, frozen" if frozen else kind
-
-
-# What a schedule's state says about how far it is, not about which one it is.
-_PROGRESS = {"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "base_lrs"}
-_PROGRESS |= {"best", "num_bad_epochs", "cooldown_counter", "T_cur", "_initial_step", "last_metric"}
-
-
-def _settings(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {str(key): _settings(value) for key, value in state.items() if key not in _PROGRESS}
-    if isinstance(state, list | tuple):
-        return [_settings(one) for one in state]
-    plain = isinstance(state, str | int | float | bool | None)
-    return state if plain else type(state).__name__
 
 
 def _cycles_momentum(scheduler: Any) -> bool:
@@ -170,8 +197,17 @@ def siblings(wanted: Path) -> list[Path]:
 
 
 def refuse(why: str, lines: list[str]) -> UsageError:
+    only_rows = any(line.strip().startswith(ROWS) for line in lines)
     return UsageError(
         why,
         evidence=lines,
-        fix=['resume="auto" starts a new directory where nothing fits', "or give dir= of the run to continue"],
+        fix=[
+            'resume="auto" starts a new directory where nothing fits',
+            "or give dir= of the run to continue",
+            *(
+                ["accept_changed_data=True (evener run --accept-changed-data): its order begins anew"]
+                if only_rows
+                else []
+            ),
+        ],
     )

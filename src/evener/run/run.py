@@ -40,7 +40,7 @@ from evener.run.evaluate import MetricFn, Walk, evaluate, predict
 from evener.run.output import Output
 from evener.run.phases import phases_of
 from evener.run.profile import Profile
-from evener.run.resume import FINISHED, identity, mark_from, marks_of
+from evener.run.resume import FINISHED, code_of, identity, mark_from, marks_of
 from evener.run.saving import Saving
 from evener.run.silent import cpu_beside_gpus, strays
 from evener.run.stop import Stopped, stop_signals
@@ -92,16 +92,17 @@ class Run:
 
     def __init__(
         self,
-        model: Models,
-        optimizer: Optimizers,
+        model: Models = None,  # type: ignore[assignment]  # refused below, in words
+        optimizer: Optimizers = None,  # type: ignore[assignment]
         loss_fn: Callable[..., Any] | None = None,
         dataset: Any = None,
         **keywords: Unpack[RunKeywords],
     ) -> None:
         show_errors_without_traceback()
         explain_uncaught()
-        if dataset is None:
-            raise UsageError("Run needs a dataset.", fix=["Run(model, optimizer, loss_fn, dataset, ...)"])
+        for what, given in (("a model", model), ("an optimizer", optimizer), ("a dataset", dataset)):
+            if given is None:
+                raise UsageError(f"Run needs {what}.", fix=["Run(model, optimizer, loss_fn, dataset, ...)"])
         plan = read_plan()
         flags, decided = (plan.overrides, plan.decided) if plan is not None else (None, None)
         self.config = config = Config.merge(keywords, ConfigFile.find(), flags, plan=decided)
@@ -161,7 +162,8 @@ class Run:
         self.profile = Profile(config.profile, self.device)
         self._blocked = 0.0  # seconds that the checkpoint begun last kept the training waiting
         self._not_saved: CheckpointError | None = None  # why the newest checkpoint is not on the disk
-        self.saving = Saving(config, self.engine, identity(config, self.engine, None if source.stream else source.rows))
+        about = identity(config, self.engine, None if source.stream else source.rows)
+        self.saving = Saving(config, self.engine, about, code_of(self.engine.model))
         silent = [cpu_beside_gpus(self.device, plan is not None and plan.device == "cpu")]
         silent += list(strays(self.engine.model, self.device))
         self._begin([*source.notes, *weight_notes, *(line for line in silent if line)])
@@ -460,6 +462,7 @@ class Run:
             if update is None:
                 return
             yield update
+        self._out.after_last()
 
     def _train(self, total: int | None) -> Iterator[Update]:
         for batch in self._feed_batches(total):
@@ -495,6 +498,7 @@ class Run:
                 self.cursor = portion.next
                 self._batches += 1
                 yield Batch(portion, parts)
+                self._out.after_last()
                 self._between()
                 if self.cursor is not portion.next:
                     break  # the body called load(): read on from there
@@ -513,7 +517,8 @@ class Run:
         began, self.total, self._loop_ended = time.perf_counter(), total, False
         steps, goes_on = None if total is None else total - self._batches, self._goes_on(total)
         for target in self.engine.targets.values():
-            target.schedule.build(total)
+            # A loop that a resume finds over was as long as it was then, not as this count of what is left says.
+            target.schedule.build(total, same=goes_on and not self.saving.other_data)
         if goes_on and self.is_main:
             for line in schedule_lines(self.engine, steps, self.feed.updates_in(0)):
                 self._out.console.say(line)
@@ -672,7 +677,7 @@ class Run:
     def _can_compute(self, model: torch.nn.Module | None) -> None:
         refuse_autocast(self.device)
         if model is not None and model is not self.ema:
-            check_model(model)
+            check_model(model, trained=False)
 
     def _rows_at_once(self, batch_size: int | None) -> int:
         if batch_size is None:
@@ -708,7 +713,7 @@ class Run:
         if not isinstance(path, str | os.PathLike):
             raise UsageError(f"export({path!r}): not a path.", fix=['run.export("model.safetensors")'])
         if model is not None and model is not self.ema:
-            check_model(model)
+            check_model(model, trained=False)
         with self.group.call("export"):
             shards = self.engine.shards_of(model)
             whole = shards.state_dict() if shards is not None else None

@@ -17,11 +17,12 @@ from evener.checkpoint import Checkpoints
 from evener.config import Config
 from evener.config_checks import seconds_of
 from evener.dist import comm, here
+from evener.dist.device import hardware
 from evener.engine import Engine
 from evener.errors import CheckpointError, UsageError
 from evener.report.events import read_events
 from evener.report.folder import in_use
-from evener.run.resume import FINISHED, differences, refuse, siblings
+from evener.run.resume import FINISHED, ROWS, changed_code, differences, refuse, siblings, with_other_data
 
 
 def began(folder: Path) -> str | None:
@@ -49,8 +50,9 @@ class Saving:
     `find`, `open`, `write`, `read` and `restore` are called on all ranks together.
     """
 
-    def __init__(self, config: Config, engine: Engine, identity: Mapping[str, Any]) -> None:
-        self.config, self.engine, self.identity = config, engine, identity
+    def __init__(self, config: Config, engine: Engine, identity: Mapping[str, Any], code: Mapping[str, Any]) -> None:
+        self.config, self.engine, self.identity, self.code = config, engine, identity, code
+        self.other_data = False  # the rows are others than those of the checkpoint, and that was accepted
         self.state: dict[str, Any] = {}
         self.registered: dict[str, Any] = {}
         self.waiting: dict[str, Any] = {}  # restored states of objects that are not registered yet
@@ -103,17 +105,41 @@ class Saving:
             if newest is None:
                 continue
             states, about = checkpoints.load(newest)
-            differ = differences(about["identity"], self.identity)
+            placed, accepted = self._accept(states, about["identity"])
+            differ = differences({**about["identity"], **accepted}, self.identity)
             if finished and not (ours and not differ):
                 if not any("is a finished run" in line for line in lines):  # the newest of them is enough
                     lines.append(f"{name} is a finished run")
             elif differ:
                 lines += [f"{name} is another run:", *(f"  {line}" for line in differ)]
             else:
-                return Path(name), states, lines
+                if accepted:
+                    self.other_data = True
+                    epoch, then = placed["run"]["cursor"][0], about["identity"][ROWS]
+                    lines.append(
+                        f"{then} rows then, {accepted[ROWS]} now: accepted; their order begins with epoch {epoch}"
+                    )
+                lines += changed_code(about.get("code", {}), self.code)
+                other = differences(about["fingerprint"], self._fingerprint())
+                if self.config.exact and other:
+                    lines += ["close from here on, not exact:", *(f"  {line}" for line in other)]
+                return Path(name), placed, lines
         if self.config.resume == "must":
             raise refuse(f'resume="must": nothing in {wanted} can be continued.', lines or ["there is no checkpoint"])
         return None, None, lines
+
+    def _accept(
+        self, states: Mapping[str, Any], then: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """With `accept_changed_data`: the states placed at an epoch's beginning, and the rows there are now."""
+        now = {ROWS: self.identity[ROWS]}
+        if not self.config.accept_changed_data or then[ROWS] == now[ROWS] or None in (then[ROWS], now[ROWS]):
+            return states, {}
+        return with_other_data(states), now
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What exact mode's bits depend on. A resume elsewhere is close, and says so."""
+        return {**self.engine.fingerprint(), "hardware": hardware(self.engine.device)}
 
     def open(self, folder: Path) -> None:
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=self.config.keep_checkpoints)
@@ -148,7 +174,7 @@ class Saving:
         """Write it, or with `behind` begin to. Returns lines to show. The one before must have landed."""
         assert self.checkpoints is not None
         states = {
-            "engine": self.engine.state_dict(),
+            "engine": self.engine.state_dict(copy=False),  # written, or copied by `begin`, before this returns
             "registered": {key: thing.state_dict() for key, thing in self.registered.items()} | self.waiting,
             "random": {
                 # Between updates a user's own draws go on where they were. All ranks continue from rank 0's.
@@ -161,7 +187,8 @@ class Saving:
         about = {
             "update": number,
             "identity": self.identity,
-            "fingerprint": self.engine.fingerprint(),
+            "code": self.code,
+            "fingerprint": self._fingerprint(),
             "versions": {"torch": str(torch.__version__), "numpy": numpy.__version__, "evener": __version__},
             "world_size": here().world_size,
         }
@@ -188,7 +215,8 @@ class Saving:
 
     def read(self, name: str) -> Mapping[str, Any]:
         assert self.checkpoints is not None
-        return self.checkpoints.load(self.checkpoints.path(name))[0]
+        states, about = self.checkpoints.load(self.checkpoints.path(name))
+        return self._accept(states, about["identity"])[0]
 
     def restore(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
         """Put everything back; returns the position that `write` was given."""

@@ -1,0 +1,179 @@
+"""SIGKILL at any instant, any number of processes afterwards: the digest and the rows of an uninterrupted run.
+
+The ledger is what the script noted of every update that counts: its number, its epoch, and the numbers of the rows that
+went through loss_fn on any rank. It lives in `run.state`, so it goes back with the checkpoint as everything else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos import SCRIPT, Forks, made, wait_for
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks through the launcher's shim")
+EVERY, EPOCHS = 3, 6
+
+
+@pytest.fixture(scope="module")
+def forks():
+    server = Forks()
+    yield server
+    server.close()
+
+
+def told(folder: Path, **more) -> dict:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"dir": str(folder / "run"), "progress": str(folder / "progress"), "result": str(folder / "result")}
+    return {**files, "epochs": EPOCHS, "save_every": EVERY, **more}
+
+
+def result(folder: Path) -> dict | None:
+    path = folder / "result"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(forks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    forks.start(folder, told(folder), 1, "whole", 0)
+    assert forks.codes() == [0], forks.said()
+    whole = result(folder)
+    for epoch in range(EPOCHS):  # the ledger itself: every row once in every epoch
+        assert sorted(row for _, one, ids in whole["ledger"] if one == epoch for row in ids) == list(range(38))
+    return whole
+
+
+class Tally:
+    """What all runs of one test cost."""
+
+    def __init__(self):
+        self.kills = self.runs = self.restarts = self.redone = self.updates = self.worst = 0
+        self.began = time.monotonic()
+
+    def __str__(self):
+        return (
+            f"{self.kills} kills in {self.runs} runs, {self.restarts} restarts, {self.redone} of {self.updates} updates "
+            f"made again (at most {self.worst} after one kill), {time.monotonic() - self.began:.0f} s"
+        )
+
+    def count(self, progress: Path):
+        """An attempt begins with "begun"; what is made again is what an earlier one had made."""
+        reached = -1
+        for line in made(progress):
+            if line == "begun":
+                again = 0
+                continue
+            number = int(line)
+            self.updates += 1
+            if number <= reached:
+                self.redone, again = self.redone + 1, again + 1
+                self.worst = max(self.worst, again)
+            reached = max(reached, number)
+
+
+def check(folder: Path, whole: dict, name: str = ""):
+    assert result(folder) == whole
+    if not name:
+        assert [path.name for path in folder.glob("run*")] == ["run"]  # never started over
+    left = [path.name for path in (folder / (name or "run") / "checkpoints").iterdir()]
+    assert all(name.startswith("update-") for name in left) and len(left) <= 3, (
+        left
+    )  # nothing half-written; an old one more after a kill before its removal
+
+
+def until(progress: Path, lines: int, ended):
+    wait_for(lambda: len(made(progress)) >= lines or ended())
+
+
+def one_run(forks, folder, draw, kills, tally, whole):
+    """Until it is finished; at most `kills` kills. Each after so many updates of that attempt, and a random moment."""
+    tally.runs += 1
+    attempt = 0
+    while result(folder) is None:
+        last = len(made(folder / "progress"))
+        forks.start(folder, told(folder, workers=draw.choice([0, 0, 0, 1])), draw.randint(1, 4), folder.name, attempt)
+        attempt += 1
+        if kills > 0:
+            # "begun" counts as one: below that the kill comes while ranks start, build, meet, or load.
+            after, pause = draw.randrange(2 * EVERY + 2), draw.random()
+            wait_for(lambda: len(forks.pids()) == forks.launch.nproc or forks.ended())
+            until(folder / "progress", last + after, forks.ended)
+            time.sleep(pause * (0.05 if after else 0.5))
+            if not forks.ended():
+                forks.kill(draw.randrange(forks.launch.nproc), draw)
+        codes = forks.codes()
+        if -signal.SIGKILL in codes:
+            kills -= 1
+            tally.kills += 1
+            tally.restarts += result(folder) is None
+        else:
+            assert set(codes) == {0}, forks.said()
+    tally.count(folder / "progress")
+    check(folder, whole)
+
+
+def chaos(forks, folder, seed, kills, whole, each):
+    draw, tally = random.Random(seed), Tally()
+    while tally.kills < kills:
+        one_run(forks, folder / f"{tally.runs}", draw, min(each, kills - tally.kills), tally, whole)
+    print(f"seed {seed}: {tally}")
+    # A checkpoint every 3 updates, written behind the next ones: never more than two periods are lost.
+    assert tally.worst <= 2 * EVERY, str(tally)
+    return tally
+
+
+def test_killed_at_random_on_a_number_of_processes_that_changes(forks, uninterrupted, tmp_path, test_seed):
+    chaos(forks, tmp_path, test_seed, 8, uninterrupted, 8)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_two_hundred_kills(forks, uninterrupted, tmp_path, test_seed):
+    tally = chaos(forks, tmp_path, test_seed, 200, uninterrupted, 6)
+    assert tally.kills >= 200 and tally.redone
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_twenty_kills_through_evener_run(uninterrupted, tmp_path, test_seed):
+    """A rank, torch's agent or the launcher itself; another number of processes at each start."""
+    draw, tally = random.Random(test_seed), Tally()
+    while tally.kills < 20:
+        folder = tmp_path / f"{tally.runs}"
+        tally.runs += 1
+        while result(folder) is None:
+            world, words = draw.randint(1, 4), json.dumps(told(folder))
+            last = len(made(folder / "progress"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "evener", "run", "--cpu", "--nproc", str(world), str(SCRIPT), words],
+                cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+            )  # fmt: skip
+            after, pause = draw.randrange(2 * EVERY + 2), draw.random()
+            family = []
+            if tally.kills < 20:
+                until(folder / "progress", last + after, lambda job=process: job.poll() is not None)
+                time.sleep(pause * (0.05 if after else 5.0))
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    family = psutil.Process(process.pid).children(recursive=True)
+                    os.kill(draw.choice([process.pid, *(one.pid for one in family)]), signal.SIGKILL)
+                    tally.kills += 1
+            said = process.communicate(timeout=600)[1]
+            psutil.wait_procs(family, timeout=60)
+            assert process.returncode in (0, 1, 137, -9), said
+            tally.restarts += result(folder) is None
+        tally.count(folder / "progress")
+        # A kill before the first checkpoint leaves a directory: another job does not take it for its own.
+        check(folder, uninterrupted, max(folder.glob("run*/checkpoints"), key=lambda path: path.stat().st_mtime).parent.name)
+    print(f"seed {test_seed}: {tally}")
