@@ -12,10 +12,13 @@ import time
 import pytest
 import torch
 
+from evener import facts
 from evener.cli import bench as verb
 from evener.cli import main
 from evener.errors import UsageError
 from evener.measure import bench
+from evener.plan.clock import Machine
+from evener.plan.make import calibrated
 
 
 def evener(*words, **more):
@@ -94,6 +97,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         (["matmull"], "'matmull' is no part of the bench"),
         (["--nproc", "0"], "--nproc 0: at least 1"),
         (["--seconds", "0"], "above 0"),
+        (["--cpu", "--calibrate"], "no GPU to measure"),
     ],
 )
 def test_bad_input(words, text, capsys):
@@ -127,3 +131,25 @@ def test_the_page_says_what_a_reader_must_know():
     assert "others work here too, so these figures are lower bounds" in text
     assert "200 GFLOP/s" in text and "NOT native: emulated" in text and "50% of the data sheet" in text
     assert "1 MiB" in text and "WRONG RESULT" in text
+
+
+def test_what_was_measured_is_kept_for_the_planner(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    machine = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    kind = facts.find(machine["name"])
+    results = [
+        {"part": "matmul", "name": "bf16", "share_of_peak": 0.71},
+        {"part": "matmul", "name": "fp32", "share_of_peak": 0.55},
+        {
+            "part": "memory",
+            "name": "copy on the device (read + write)",
+            "bytes_per_second": kind.memory_bandwidth * 0.9,
+        },
+        {"part": "memory", "name": "launch of one operation", "bytes_per_second": None, "seconds": 4e-6},
+    ]
+    verb.keep(machine, results)
+    verb.keep(machine, results[:1])  # a later bench of one part leaves the others
+    there = calibrated(Machine("cuda", "one", 1, "a test", kind=kind)).calibration
+    assert there == {"matmul": 0.71, "memory": pytest.approx(0.9), "launch_us": pytest.approx(4.0)}
+    with pytest.raises(UsageError, match="CPU is in no table"):
+        verb.keep({"device": "cpu", "name": "CPU"}, [])

@@ -33,6 +33,7 @@ examples:
   evener bench comm --nproc 4 --cpu            collectives of four processes over gloo
   evener bench data --dataset train.py:make    your own dataset: a name in a file, or a function that makes it
   evener bench step --nproc 2 --json           one object, for a program
+  evener bench matmul memory --calibrate       `evener plan` prices time with this GPU's own figures
 Ctrl-C ends it and shows what has been measured so far.
 """
 
@@ -46,6 +47,7 @@ def parser() -> Parser:
     add("--seconds", metavar="S", type=float, default=0.5, help="about how long one figure is measured (default: 0.5)")
     add("--longest", metavar="S", type=float, default=2.0, help="no larger sizes once a call takes this (default: 2)")
     add("--dataset", metavar="FILE.py:NAME", help="what `data` reads, in place of small images that are made here")
+    add("--calibrate", action="store_true", help="keep what was measured of this kind of GPU for `evener plan`")
     add("--json", action="store_true", help="one object: machine, and a list of results")
     return options
 
@@ -63,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
     if not given.seconds > 0 or not given.longest > 0:
         raise UsageError("--seconds and --longest are above 0.")
     code, gpus = 0, 0 if given.cpu else gpus_here()
+    if given.calibrate and gpus == 0:
+        raise UsageError("--calibrate: there is no GPU to measure, and time is planned for GPUs only.")
     asked: dict[str, Any] = {
         "seconds": given.seconds,
         "longest": given.longest,
@@ -84,6 +88,8 @@ def main(argv: Sequence[str]) -> int:
         results = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
     machine: dict[str, Any] = next((one for one in results if one["part"] == "machine"), {})
     results = [one for one in results if one["part"] != "machine"]
+    if given.calibrate and code == 0:
+        keep(machine, results)
     if given.json:
         print(json.dumps({"machine": machine, "results": results, "complete": code == 0}, indent=2))
     elif results:
@@ -113,6 +119,44 @@ def measure(nproc: int, asked: Mapping[str, Any], folder: str) -> int:
         process.send_signal(signal.SIGINT)  # a terminal has sent it already; a program has not
         process.wait()
         return 130
+
+
+def calibration(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, float]]:
+    """The kind of GPU, and its measured share of the sheet's peak, of its bandwidth and of its links."""
+    from evener import facts
+
+    kind = facts.find(machine.get("name", "")) if machine.get("device") == "cuda" else None
+    if kind is None:
+        raise UsageError(f"--calibrate: {machine.get('name', 'this device')} is in no table of peaks.")
+    found: dict[str, float] = {}
+    if shares := [one["share_of_peak"] for one in results if one.get("share_of_peak")]:
+        found["matmul"] = max(shares)
+    for one in results:
+        if one["part"] == "memory" and one["name"].startswith("copy on the device") and kind.memory_bandwidth:
+            found["memory"] = one["bytes_per_second"] / kind.memory_bandwidth
+        if one["part"] == "memory" and one["bytes_per_second"] is None:
+            found["launch_us"] = one["seconds"] * 1e6
+    link = kind.nvlink_bandwidth or kind.pcie_bandwidth
+    buses = [one["bus_bytes_per_second"] for one in results if one["part"] == "comm" and one["name"] == "all_reduce"]
+    if buses and link:
+        found["network"] = max(buses) / link
+    return kind.name, found
+
+
+def keep(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
+    from evener.plan.make import calibration_path
+
+    name, found = calibration(machine, results)
+    path = calibration_path()
+    known: dict[str, Any] = {"gpus": {}}
+    if path.is_file():
+        known = json.loads(path.read_text(encoding="utf-8"))
+    known["gpus"][name] = {**known["gpus"].get(name, {}), **found}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(known, indent=2), encoding="utf-8")
+    fresh.replace(path)
+    print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())} -> {path}", file=sys.stderr)
 
 
 def page(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[str]:
