@@ -218,7 +218,11 @@ def test_a_wrong_option_is_one_clear_error(capsys, words, message):
 @needs_compiler
 def test_the_gpus_of_a_real_nvml_client_are_judged(tmp_path):
     """The whole command under the stand-in driver: probe, checks, exit code; and inside of the time it promises."""
-    scenario = ZOO + "\ndriver 570.86.15\ngpu 8 name=Tesla width=4 max_width=16 ecc=2 throttle=0x40 persistence=0\n"
+    scenario = (
+        ZOO
+        + "\ndriver 570.86.15\ngpu 8 name=Tesla width=4 max_width=16 ecc=2 throttle=0x40 persistence=0 plimit=250\nlink 3 8 nvlink=2\n"
+    )
+    scenario = scenario.replace("bus=0000:5D:00", "bus=0000:5D:00 replays=4")
     fake = Fake(tmp_path, scenario)
     began = time.monotonic()
     done = subprocess.run(
@@ -236,6 +240,8 @@ def test_the_gpus_of_a_real_nvml_client_are_judged(tmp_path):
     (sums,) = (one for one in findings if one["check"] == "collective")
     assert sums["level"] == "ok" and "gloo on 2 ranks" in sums["found"]
     wrong = {one["check"]: one for one in findings if one["level"] in ("error", "warning")}
+    said = " | ".join(one["found"] for one in findings)
+    assert "NVLink: 4 replays" in said and "may draw 250 W, its default is 400 W" in said
     for check, words in {
         "lost-gpu": "GPU 7",
         "visible-devices": "hides every GPU",

@@ -106,6 +106,11 @@ def health(**changes) -> Snapshot:
     return machine(gpu(0), gpu(1, health=replace(gpu(1).health, **changes)))
 
 
+def capped(watts: float, throttle: tuple[str, ...]) -> Snapshot:
+    changed = replace(gpu(1).health, throttle=throttle, power_limit_default_w=700.0)
+    return machine(gpu(0), gpu(1, power_limit_w=watts, health=changed))
+
+
 SICK = [
     ("driver-match", {"kernel_driver": "535.129.03"}, "error", "kernel module 535.129.03, library 570.86.15", "reboot"),
     ("driver-match", {"gpus": Snapshot(trouble=Trouble("mismatch", "differ", True))}, "error", "NVML says", "rmmod"),
@@ -210,6 +215,10 @@ SICK = [
     ("throttling", {"gpus": health(throttle=("thermal (hardware)",))}, "error", "thermal (hardware)", "cooling of GPU 1"),
     ("throttling", {"gpus": health(throttle=("power cap",))}, "warning", "power cap", "nvidia-smi -i 1 -pl"),
     ("throttling", {"gpus": health(throttle=("thermal (software)",))}, "warning", "software", "airflow"),
+    ("throttling", {"gpus": capped(300, ())}, "warning", "may draw 300 W, its default is 700 W", "-i 1 -pl 700 ("),
+    ("throttling", {"gpus": capped(300, ("power cap",))}, "warning", "power cap, limit 300 W of 700 W", "-i 1 -pl 700 ("),
+    ("ecc", {"gpus": health(nvlink_replays=7, nvlink_crc_errors=2)}, "warning", "NVLink: 7 replays, 2 CRC errors", "-e -i 1"),
+    ("ecc", {"gpus": health(nvlink_recoveries=1)}, "error", "GPU 1 (NVIDIA H200): NVLink: 1 recoveries", "reseat"),
     ("ecc", {"gpus": health(ecc_uncorrected_errors=3)}, "error", "3 uncorrected ECC errors", "dcgmi diag"),
     ("ecc", {"gpus": health(remapped_rows_pending=True)}, "warning", "waits for a reset", "--gpu-reset -i 1"),
     ("ecc", {"gpus": health(remapped_rows_failed=True)}, "error", "could not be remapped", "drain GPU 1"),
@@ -267,7 +276,21 @@ SICK = [
     ("omp-threads", {"environ": {"OMP_NUM_THREADS": "64"}}, "warning", "64 x 2 ranks", "OMP_NUM_THREADS=32"),
     ("omp-threads", {"environ": {"OMP_NUM_THREADS": "all"}}, "warning", "no number", "OMP_NUM_THREADS=32"),
     ("numa", {"node_cpus": {"0": [], "1": list(range(32, 64))}}, "warning", "GPU 0 is on node 0, this process on 1", "numa-binding"),
-    ("hostname", {"own_addresses": ["127.0.1.1"]}, "warning", "node7 leads to 127.0.1.1 alone", "'10.0.0.7 node7'"),
+    (
+        "hostname",
+        {"own_addresses": ["127.0.0.1"], "environ": {"MASTER_ADDR": "10.0.0.8"}},
+        "warning",
+        "node7 leads to 127.0.0.1 alone",
+        "'10.0.0.7 node7', and take node7 out of the line with 127.0.0.1",
+    ),
+    ("hostname", {"own_addresses": ["127.0.1.1"], "hosts": hosts()}, "error", "127.0.1.1 alone", "the line with 127.0.1.1;"),
+    (
+        "hostname",
+        {"own_addresses": ["127.0.1.1"], "hosts": hosts(), "interfaces": [LO], "default_interface": None},
+        "error",
+        "127.0.1.1 alone",
+        "'ADDRESS node7'",
+    ),
     ("hostname", {"own_addresses": None}, "warning", "has no address", "'10.0.0.7 node7'"),
     ("reverse-dns", {"reverse_dns_seconds": {"10.0.0.7": 3.0}}, "warning", "took 3.0 s", "hosts: files"),
     ("interfaces", {"environ": {"GLOO_SOCKET_IFNAME": "ens3"}}, "error", "ens3 names no", "GLOO_SOCKET_IFNAME=eth0"),
@@ -372,6 +395,17 @@ def test_a_machine_without_gpu_is_well_too():
     torch = TORCH | {"version": "2.13.0+cpu", "cuda": None, "arch_list": []}
     facts = replace(WELL, **ALONE, torch=torch, infiniband=[])
     assert {one.level for one in examine(facts, CHECKS)} == {"ok", "skipped"}
+
+
+def test_one_machine_needs_no_name_beyond_itself():
+    for environ in ({}, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "127.0.0.1"}):
+        (one,) = examine(replace(WELL, own_addresses=["127.0.1.1"], environ=environ), ["hostname"])
+        assert (one.level, one.found) == ("ok", "node7 leads to 127.0.1.1 alone: enough for one machine")
+
+
+def test_a_gpu_that_reaches_the_limit_it_was_made_for_is_well():
+    (one,) = examine(replace(WELL, gpus=capped(700, ("power cap",))), ["throttling"])
+    assert one.level == "ok"
 
 
 def test_what_nobody_could_look_at_is_never_called_good():

@@ -11,6 +11,7 @@ The grammar, one fact a line, `#` begins a comment; defaults make every key opti
     init LIB_RM_VERSION_MISMATCH      nvmlInit fails so (DRIVER_NOT_LOADED, NO_PERMISSION, UNKNOWN, ...)
     gpu 0 name="NVIDIA H200" uuid=GPU-... mem=143771 used=600 reserved=512 util=97 temp=63 power=640 plimit=700 cc=9.0
           bus=0000:19:00 numa=0 mig=0 compute_mode=0 persistence=1 ecc=0 remap=0 throttle=0 width=16 max_width=16
+          plimit_default=400 replays=0 recoveries=0 crc=0          the three: errors counted on its first NVLink
           fan=-1 delay=0             memory in MiB, power in W; delay: milliseconds that every call takes
     mig 2 0 mem=9856 gi=7 ci=0 uuid=MIG-...             MIG device 0 of GPU 2, and MIG is on
     proc 0 pid=123 mem=90000 type=C|G|M                 proc 2.1: on MIG device 1 of GPU 2; mem=NA

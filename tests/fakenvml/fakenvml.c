@@ -54,7 +54,7 @@ typedef struct Device {
     char name[96], uuid[96];
     unsigned domain, bus, slot;
     int cc_major, cc_minor, numa, compute_mode, persistence;
-    double mem, used, reserved, util, temp, power, plimit, ecc, throttle, width, max_width, remap, delay, fan;
+    double mem, used, reserved, util, temp, power, plimit, plimit_default, ecc, replays, recoveries, crc, throttle, width, max_width, remap, delay, fan;
     unsigned gi, ci;
     int processes, planted;
     Process process[PROCESSES];
@@ -79,7 +79,7 @@ static void defaults(Device *d, int number, int parent) {
     memset(d, 0, sizeof *d);
     d->present = 1, d->number = number, d->parent = parent;
     d->bus = 0x10 + number, d->cc_major = 8, d->persistence = 1, d->gi = d->ci = NO_INSTANCE;
-    d->mem = 81920, d->reserved = 512, d->temp = 30, d->power = 60, d->plimit = 400, d->width = d->max_width = 16;
+    d->mem = 81920, d->reserved = 512, d->temp = 30, d->power = 60, d->plimit = d->plimit_default = 400, d->width = d->max_width = 16;
     d->fan = -1;
     snprintf(d->name, sizeof d->name, "NVIDIA Fake GPU");
     snprintf(d->uuid, sizeof d->uuid, "GPU-%08x-0000-4000-8000-%012x", 0xfa4e0000 + number, number);
@@ -88,7 +88,8 @@ static void defaults(Device *d, int number, int parent) {
 static void set(Device *d, const char *key, const char *value) {
     const struct { const char *key; double *to; } numbers[] = {
         {"mem", &d->mem}, {"used", &d->used}, {"reserved", &d->reserved}, {"util", &d->util}, {"temp", &d->temp},
-        {"power", &d->power}, {"plimit", &d->plimit}, {"ecc", &d->ecc}, {"throttle", &d->throttle},
+        {"power", &d->power}, {"plimit", &d->plimit}, {"plimit_default", &d->plimit_default}, {"replays", &d->replays},
+        {"recoveries", &d->recoveries}, {"crc", &d->crc}, {"ecc", &d->ecc}, {"throttle", &d->throttle},
         {"width", &d->width}, {"max_width", &d->max_width}, {"remap", &d->remap}, {"delay", &d->delay}, {"fan", &d->fan},
     };
     const struct { const char *key; int *to; } integers[] = {
@@ -388,6 +389,7 @@ NVML nvmlDeviceGetTemperatureV(Device *d, unsigned *out) { CHECK(d); out[2] = (u
 NVML nvmlDeviceGetFanSpeed(Device *d, unsigned *out) { CHECK(d); if (d->fan < 0) return NOT_SUPPORTED; *out = (unsigned)d->fan; return SUCCESS; }
 GETTER(nvmlDeviceGetPowerUsage, unsigned, d->power * 1000)
 GETTER(nvmlDeviceGetPowerManagementLimit, unsigned, d->plimit * 1000)
+GETTER(nvmlDeviceGetPowerManagementDefaultLimit, unsigned, d->plimit_default * 1000)
 GETTER(nvmlDeviceGetEnforcedPowerLimit, unsigned, d->plimit * 1000)
 GETTER(nvmlDeviceGetPersistenceMode, unsigned, d->persistence)
 GETTER(nvmlDeviceGetComputeMode, unsigned, d->compute_mode)
@@ -507,6 +509,15 @@ NVML nvmlDeviceGetNvLinkState(Device *d, unsigned link, unsigned *active) {
     if (peer(d, 0) == NOWHERE) return NOT_SUPPORTED;
     if (link >= 18) return INVALID_ARGUMENT;
     *active = peer(d, link) != NOWHERE;
+    return SUCCESS;
+}
+/* A GPU's counts stand on its first link: replays, recoveries, CRC errors of flits; CRC errors of data: none. */
+NVML nvmlDeviceGetNvLinkErrorCounter(Device *d, unsigned link, unsigned kind, unsigned long long *out) {
+    CHECK(d);
+    if (peer(d, link) == NOWHERE) return NOT_SUPPORTED;
+    const double counts[] = {d->replays, d->recoveries, d->crc, 0};
+    if (kind >= COUNT(counts)) return INVALID_ARGUMENT;
+    *out = link ? 0 : (unsigned long long)counts[kind];
     return SUCCESS;
 }
 NVML nvmlDeviceGetNvLinkRemotePciInfo_v2(Device *d, unsigned link, Pci *out) {

@@ -220,12 +220,21 @@ def compute_mode(f: Facts) -> Faults:
 
 def throttling(f: Facts) -> Faults:
     for gpu in well(f):
-        for reason in set(gpu.health.throttle or ()) - {"sync boost"}:
+        limit, normal = gpu.power_limit_w, gpu.health.power_limit_default_w
+        lowered = bool(limit and normal and limit < normal)
+        watts = "" if not limit else f", limit {limit:.0f} W" + (f" of {normal:.0f} W" if normal else "")
+        heat = "" if gpu.temperature_c is None else f", {gpu.temperature_c} C"
+        reasons = set(gpu.health.throttle or ()) - {"sync boost"}
+        if lowered and "power cap" not in reasons:
+            found = f"{label(gpu)} may draw {limit:.0f} W, its default is {normal:.0f} W"
+            yield warning(found, "power-limit", index=gpu.index, watts=f"{normal:.0f}")
+        for reason in sorted(reasons):
             kind = {"thermal (software)": "thermal", "power cap": "power-limit"}.get(reason, "hardware")
-            heat = "" if gpu.temperature_c is None else f", {gpu.temperature_c} C"
-            power = f", limit {gpu.power_limit_w:.0f} W" if gpu.power_limit_w and kind == "power-limit" else ""
-            found = f"{label(gpu)} is slowed: {reason}{heat}{power}"
-            yield (error if kind == "hardware" else warning)(found, kind, index=gpu.index)
+            if kind == "power-limit" and normal and not lowered:
+                continue  # a GPU that works hard reaches the limit that it was made for
+            found = f"{label(gpu)} is slowed: {reason}{heat}{watts if kind == 'power-limit' else ''}"
+            fill = {"index": gpu.index, "watts": f"{normal:.0f}" if normal else "WATTS"}
+            yield (error if kind == "hardware" else warning)(found, kind, **fill)
     return told([gpu.health.throttle for gpu in well(f)], "no clock is held down")
 
 
@@ -238,7 +247,10 @@ def ecc(f: Facts) -> Faults:
             yield error(f"{name}: a row could not be remapped", "drain", index=index)
         elif h.remapped_rows_pending:
             yield warning(f"{name}: a remapped row waits for a reset", "reset", index=index)
-    return told([gpu.health.ecc_uncorrected_errors for gpu in well(f)], "no uncorrected error")
+        counts = (h.nvlink_recoveries, "recoveries"), (h.nvlink_replays, "replays"), (h.nvlink_crc_errors, "CRC errors")
+        if links := ", ".join(f"{count} {what}" for count, what in counts if count):
+            yield (error if h.nvlink_recoveries else warning)(f"{name}: NVLink: {links}", "nvlink", index=index)
+    return told([gpu.health.ecc_uncorrected_errors for gpu in well(f)], "no uncorrected error, no NVLink error")
 
 
 def pcie(f: Facts) -> Faults:

@@ -32,13 +32,23 @@ def together(f: Facts) -> dict[str, Any]:
 
 
 def hostname(f: Facts) -> Faults:
-    fill = {"name": f.hostname, "address": f.address, "interface": f.routed["name"] if f.routed else "eth0"}
-    if f.own_addresses is None:
-        yield warning(f"{f.hostname} has no address: no name server and no line in /etc/hosts", "unknown", **fill)
-    elif all(one.startswith("127.") or one == "::1" for one in f.own_addresses):
-        found = f"{f.hostname} leads to {', '.join(f.own_addresses)} alone"
-        yield (error if f.hosts else warning)(found, "hosts", **fill)
-    return f"{f.hostname} is {', '.join(f.own_addresses or ())}"
+    routed, own, name = f.routed, f.own_addresses, f.hostname
+    if own is None:
+        fill = {"name": name, "address": "127.0.0.1" if f.address == "ADDRESS" else f.address}
+        yield warning(f"{name} has no address: no name server and no line in /etc/hosts", "unknown", **fill)
+        return ""
+    said = f"{name} leads to {', '.join(own)}"
+    if not all(_loops_back(one) for one in own):
+        return said
+    if not f.hosts and _loops_back(f.environ.get("MASTER_ADDR", "localhost")):
+        return f"{said} alone: enough for one machine"
+    fill = {"name": name, "address": f.address, "loopback": own[0], "interface": routed["name"] if routed else ""}
+    yield (error if f.hosts else warning)(f"{said} alone", "hosts" if f.address != "ADDRESS" else "no-route", **fill)
+    return ""
+
+
+def _loops_back(address: str) -> bool:
+    return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def reverse_dns(f: Facts) -> Faults:

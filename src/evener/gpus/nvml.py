@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -157,7 +158,28 @@ class _Reader:
             pcie_width_max=self.ask("nvmlDeviceGetMaxPcieLinkWidth"),
             pcie_generation=self.ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_generation_max=self.ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+            power_limit_default_w=self.watts("PowerManagementDefaultLimit"),
+            **self.nvlink_errors(),
         )
+
+    def watts(self, what: str) -> float | None:
+        milliwatts = self.ask(f"nvmlDeviceGet{what}")
+        return None if milliwatts is None else milliwatts / 1000
+
+    def nvlink_errors(self) -> dict[str, int | None]:
+        """The error counters, summed over the active links; None without such links, or where they are not counted."""
+        quiet = _Reader(self.nvml, self.handle, None, "")  # a refused counter is no note on the GPU
+        active = [link for link, on in enumerate(quiet.links()) if on]
+        found: dict[str, int | None] = {}
+        for name, kinds in (("replays", (0,)), ("recoveries", (1,)), ("crc_errors", (2, 3))):
+            counts = [quiet.ask("nvmlDeviceGetNvLinkErrorCounter", link, kind) for link in active for kind in kinds]
+            found[f"nvlink_{name}"] = None if not counts or None in counts else sum(counts)
+        return found
+
+    def links(self) -> list[bool]:
+        """Whether each NVLink of this GPU is active; [] where it has none."""
+        states = (self.ask("nvmlDeviceGetNvLinkState", link) for link in range(18))
+        return [bool(state) for state in itertools.takewhile(lambda state: state is not None, states)]
 
 
 def is_535_with_long_records(driver: str | None) -> bool:
@@ -218,9 +240,7 @@ def _gpu(reader: _Reader, index: int) -> Gpu:
         rates = reader.ask("nvmlDeviceGetUtilizationRates")
         values["utilization_percent"] = None if rates is None else int(rates.gpu)
         values["temperature_c"] = reader.ask("nvmlDeviceGetTemperature", 0)
-        for name, function in (("power_w", "PowerUsage"), ("power_limit_w", "EnforcedPowerLimit")):
-            milliwatts = reader.ask(f"nvmlDeviceGet{function}")
-            values[name] = None if milliwatts is None else milliwatts / 1000
+        values |= {"power_w": reader.watts("PowerUsage"), "power_limit_w": reader.watts("EnforcedPowerLimit")}
         capability = reader.ask("nvmlDeviceGetCudaComputeCapability")
         values["compute_capability"] = None if capability is None else f"{capability[0]}.{capability[1]}"
         values["numa_node"] = reader.numa_node(values["pci_bus_id"])
@@ -263,16 +283,11 @@ def _link(
 def _remote_ends(nvml: Any, handle: Any) -> list[str] | None:
     """The PCI id at the end of each active NVLink (a switch's, where there is one); None without NVLink."""
     one = _Reader(nvml, handle, None, "")
-    ends: list[str] = []
     with contextlib.suppress(Lost):
-        for link in range(18):
-            active = one.ask("nvmlDeviceGetNvLinkState", link)
-            if active is None:
-                return ends if link else None
-            remote = one.ask("nvmlDeviceGetNvLinkRemotePciInfo", link) if active else None
-            if remote is not None:
-                ends.append(str(remote.busId))
-    return ends
+        links = one.links()
+        ends = [one.ask("nvmlDeviceGetNvLinkRemotePciInfo", link) for link, active in enumerate(links) if active]
+        return [str(end.busId) for end in ends if end is not None] if links else None
+    return []
 
 
 def _or(value: Any, default: int) -> int:

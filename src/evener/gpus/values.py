@@ -60,6 +60,10 @@ class Health:
     pcie_width_max: int | None = None
     pcie_generation: int | None = None
     pcie_generation_max: int | None = None
+    power_limit_default_w: float | None = None
+    nvlink_replays: int | None = None  # these three summed over all active links, since the driver was loaded
+    nvlink_recoveries: int | None = None
+    nvlink_crc_errors: int | None = None
 
 
 @dataclass(frozen=True)
