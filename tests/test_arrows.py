@@ -59,6 +59,7 @@ ARROWS: dict[str, set[str]] = {
 BEYOND_THE_DESIGN: dict[str, set[str]] = {
     "engine": {"batch"},  # looking at nested batches: one small file below the rooms with torch
     "data": {"batch"},
+    "measure": {"batch"},  # a traced step gets batches of its own
     # ending: what a process must drop before Python ends, one file for the group and for the shim;
     # gpus: evener.device() takes an idle GPU under a lease, and explains CUDA_VISIBLE_DEVICES
     "dist": {"ending", "gpus"},

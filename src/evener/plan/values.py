@@ -10,9 +10,10 @@ Sizes are what the operation asks the allocator for (`untyped_storage().nbytes()
     step = Step(model, optimizer, loss_fn, batch, keywords)   # batch: at least 1 row, real or fake; keywords: of Run
     trace = step.trace(cut, device="cuda", capability=(9, 0)) # or trace_forked: a copy of the process does it
 
-    from evener.plan import cuts, estimate             # torch-free: which traces are worth making, and what follows
-    estimate.of(trace) -> Estimate                     # of what was traced
-    estimate.Family([traces]).trace(cut) -> Trace      # for a microbatch or world size in between: extrapolated
+    from evener.plan import estimate                   # torch-free: which traces are worth making, and what follows
+    estimate.support(cut) -> [Cut, ...]                # what to trace so that `cut` and all of its family follow
+    estimate.Family(traces).trace(cut) -> Trace        # for a microbatch or world size in between: extrapolated
+    estimate.of(trace) -> Estimate
 
     trace.events[:trace.updates[0]]                    what lives before the first update (parameters, buffers, ...)
     trace.events[trace.updates[0]:trace.updates[1]]    update 0
@@ -144,7 +145,8 @@ class Cut:
     @property
     def family(self) -> Cut:
         """The same with microbatch and world size left open: cuts of one family are extrapolated from one another."""
-        return replace(self, microbatch_size=0, microbatches=0, world_size=0 if self.world_size > 1 else 1)
+        pieces = min(2, self.microbatches)  # from the second on they repeat
+        return replace(self, microbatch_size=0, microbatches=pieces, world_size=0 if self.world_size > 1 else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,337 @@
+"""Which storages live when, and why: a dispatch mode that writes the events of a `Trace` while a step runs.
+
+A storage begins to live when an operation returns a tensor on one that was not known, and ends when Python's last
+reference and autograd's are gone: a weak reference on the storage says so. Nothing is estimated here. What a kernel
+allocates for itself inside one operation is not seen.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from evener.measure import private
+from evener.plan import estimate
+from evener.plan.values import Alloc, Collective, Event, Free, Op
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_KNOWN = (torch.Tensor, torch.nn.Parameter)
+_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+
+
+class _Life:
+    """One storage's life. `category` and `module` may be found out later than its allocation."""
+
+    __slots__ = ("bytes", "category", "id", "module", "phase", "ref")
+
+    def __init__(self, id: int, bytes: int, category: str, module: str, phase: str) -> None:
+        self.id, self.bytes, self.category, self.module, self.phase = id, bytes, category, module, phase
+        self.ref: Any = None
+
+
+class Ledger(private.TorchDispatchMode):
+    """Enter it inside of a fake mode; `phase` is set by who knows where the step stands.
+
+    names: path of each module of the model, by id.
+    scratch: rows of the table of workspaces, for what lives inside of one operation.
+    """
+
+    def __init__(self, names: dict[int, str], scratch: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+        self.scratch = {name: row for row in scratch if "of_result" in row for name in row["ops"]}
+        self.phase = "start"
+        self.events: list[_Life | Event] = []
+        self.outside: list[_Life] = []  # real tensors that the step uses and that lived before
+        self.living: dict[int, _Life] = {}  # by the storage's address
+        self.count = 0
+        self.recent: list[_Life] = []  # of this forward, or of this recomputation
+        self.stack: list[str] = []
+        self.numbers: list[int] = []  # of autograd nodes, where the module changes, and the module from there on
+        self.modules: list[str] = []
+        self.fake_type: Any = None
+        self.additions: list[tuple[int, set[int]]] = []  # where gradients may have met, and what was added
+
+    # ------------------------------------------------------------------------------------------------ where we are
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Everything it hooks into, for the time of the trace."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        with private.resizes_seen(self._resized), self:
+            try:
+                yield
+            finally:
+                before.remove()
+                after.remove()
+
+    def _enter(self, module: Any, args: Any) -> None:
+        name = self.names.get(id(module))
+        if name is None:
+            name = self.stack[-1] if self.stack else ""
+        if not self.stack and self.phase == "backward":
+            self.recent = []  # a block begins to be computed again
+        self.stack.append(name)
+        self._mark()
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        if self.stack:
+            self.stack.pop()
+        self._mark()
+        if not self.stack and self.phase == "backward":
+            self.keep_for_backward()
+
+    def _mark(self) -> None:
+        number, name = private.next_node(), self.stack[-1] if self.stack else ""
+        if self.numbers and self.numbers[-1] == number:
+            self.modules[-1] = name
+        else:
+            self.numbers.append(number)
+            self.modules.append(name)
+
+    def module(self) -> str:
+        """The module in work; in a backward the one whose forward made the node in work."""
+        if self.stack or self.phase != "backward":
+            return self.stack[-1] if self.stack else ""
+        number = private.node_in_work()
+        if number is None or not self.numbers:
+            return ""
+        return self.modules[max(0, bisect.bisect_right(self.numbers, number) - 1)]
+
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        if phase == "forward":
+            self.recent, self.stack = [], []
+
+    def keep_for_backward(self) -> None:
+        """A forward is over: what it made and is still alive is kept for the backward."""
+        for life in self.recent:
+            if life.category == "temporary" and life.ref is not None:
+                life.category = "activation"
+        self.recent = []
+
+    # ------------------------------------------------------------------------------------------------ storages
+
+    def tag(self, tensor: torch.Tensor, category: str, module: str | None = None) -> None:
+        """Say what a tensor's storage is, from its allocation on."""
+        life = self.living.get(tensor.untyped_storage()._cdata)
+        if life is not None:
+            life.category = category
+            life.module = life.module if module is None else module
+
+    def _take(self, tensor: torch.Tensor, category: str = "temporary") -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.living and tensor.device.type != "meta":
+            size = storage.nbytes()
+            if size:
+                self._born(storage, size, category)
+
+    def _born(self, storage: Any, size: int, category: str) -> None:
+        key = storage._cdata
+        self.count += 1
+        life = _Life(self.count, size, category, self.module(), self.phase)
+        life.ref = weakref.ref(storage, lambda _: self._died(key, life))
+        self.living[key] = life
+        self.events.append(life)
+        self.recent.append(life)
+
+    def _died(self, key: int, life: _Life) -> None:
+        if life.ref is not None:
+            life.ref = None
+            self.living.pop(key, None)
+            self.events.append(Free(life.id, self.phase))
+
+    def _resized(self, storage: Any, size: int) -> None:
+        life = self.living.get(storage._cdata)
+        if life is not None and life.bytes != size:
+            life.category = "parameter"
+            self._died(storage._cdata, life)
+            life = None
+        if life is None and size:
+            self._born(storage, size, "parameter")
+
+    def _outside(self, tensor: torch.Tensor) -> None:
+        """A real tensor, or one on another device, that the step meets: it is on the device already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.living or tensor.device.type == "meta" or not storage.nbytes() or not tensor.ndim:
+            return
+        self.count += 1
+        life = _Life(self.count, storage.nbytes(), "buffer", "", "start")
+        life.ref = weakref.ref(storage, lambda _: self._died(key, life))
+        self.living[key] = life
+        self.outside.append(life)
+
+    # ------------------------------------------------------------------------------------------------ operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a look at a fake tensor's device
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind not in _KNOWN and kind is not self.fake_type:
+                if kind.__name__ == "FakeTensor":
+                    self.fake_type = kind
+                    continue
+                return NotImplemented  # a DTensor: its own operations on plain tensors come by later
+        if func.namespace == "c10d":
+            return self._collective(func, args)
+        inputs = list(_tensors(args))
+        if kwargs:
+            inputs += _tensors(tuple(kwargs.values()))
+        for one in inputs:
+            if type(one) is not self.fake_type:
+                self._outside(one)
+        result = func(*args, **kwargs)
+        if func is _RNN:
+            result = (*result[:3], torch.empty(_rnn_workspace(args), dtype=torch.uint8))
+        outputs = list(_tensors((result,)))
+        for one in outputs:
+            self._take(one)
+        if not func.is_view and outputs:
+            self._op(func, args, kwargs, result, inputs, outputs)
+        return result
+
+    def _op(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        formula = flop_registry.get(func.overloadpacket)
+        name = func.overloadpacket.__name__
+        flops = 0
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=result))
+        elif name == "_scaled_dot_product_flash_attention_for_cpu":
+            flops = int(sdpa_flop_count(*(one.shape for one in args[:3])))
+        elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+            flops = int(sdpa_backward_flop_count(*(one.shape for one in args[:4])))
+        shape: tuple[int, ...] = ()
+        if name in _PRODUCTS:
+            left, right = [one for one in inputs if one.ndim > 1][-2:]
+            shape = (left.shape[0] if left.ndim == 3 else 1, left.shape[-2], left.shape[-1], right.shape[-1])
+        floats = [one.dtype for one in inputs or outputs if one.is_floating_point()]
+        dtype = max(floats, key=lambda one: one.itemsize) if floats else outputs[0].dtype
+        seen: set[int] = set()
+        read = sum(_once(one, seen) for one in inputs)
+        written = sum(_once(one, seen) for one in outputs)
+        if written == 0 and name.endswith("_"):  # in place
+            written = outputs[0].numel() * outputs[0].element_size()
+        if name == "add" and self.phase == "backward" and not self.stack and len(inputs) == 2:
+            size = outputs[0].untyped_storage().nbytes()
+            lives = [self.living.get(one.untyped_storage()._cdata) for one in inputs]
+            self.additions.append((len(self.events), {one.id for one in lives if one and one.bytes == size}))
+        if name in self.scratch:
+            size = estimate.scratch(self.scratch[name], written)
+            if size:
+                self.count += 1
+                self.events.append(Alloc(self.count, size, "temporary", self.module(), self.phase))
+                self.events.append(Free(self.count, self.phase))
+        self.events.append(Op(str(func), self.phase, flops, read, written, str(dtype).removeprefix("torch."), shape))
+
+    def _collective(self, func: Any, args: Any) -> Any:
+        kind = func.overloadpacket.__name__.strip("_").replace("_base", "")
+        sides = [list(_tensors((one,))) for one in args[:2]]
+        for side in sides:
+            for one in side:
+                life = self.living.get(one.untyped_storage()._cdata)
+                if life is not None and life.category in ("temporary", "activation"):
+                    life.category = "communication"
+        size = max(sum(one.numel() * one.element_size() for one in side) for side in sides)
+        group = next((one for one in args if "ProcessGroup" in str(type(one)) or _is_group(one)), None)
+        names = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+        if size:
+            waits = not _asked_async(func, args)
+            self.events.append(Collective(names.get(kind, kind), size, _size(group), self.phase, waits))
+        done = private.work_done()
+        return (args[0], done) if len(func._schema.returns) == 2 else done
+
+    # ------------------------------------------------------------------------------------------------ the result
+
+    def _accumulate_in_place(self) -> None:
+        """Where two gradients meet, autograd adds into one that nobody else holds; of fake ones it makes a third.
+
+        Such an addition is one whose operand of the same size dies at once. The death comes before the birth then.
+        """
+        events = self.events
+        for i, operands in self.additions:
+            new, j = events[i - 1], i + 1
+            while j < len(events):
+                old = events[j]
+                if not isinstance(old, Free):
+                    break
+                if old.id in operands and isinstance(new, _Life):
+                    events[i - 1 : j + 1] = [old, new, *events[i:j]]
+                    break
+                j += 1
+
+    def finished(self, marks: list[int]) -> tuple[tuple[Event, ...], list[int]]:
+        """All events in order, and where the given positions are now that what lived before comes first."""
+        before = [Alloc(one.id, one.bytes, one.category, one.module, one.phase) for one in self.outside]
+        self._accumulate_in_place()
+        after: list[Event] = []
+        dead: list[Free] = []
+        for one in self.events:
+            if isinstance(one, Free):
+                dead.append(one)
+                continue
+            # Deaths at one moment come in the order of some hash table: by number they are the same in every trace.
+            after += sorted(dead, key=lambda one: one.id)
+            dead = []
+            after.append(
+                Alloc(one.id, one.bytes, one.category, one.module, one.phase) if isinstance(one, _Life) else one
+            )
+        after += dead
+        return (*before, *after), [mark + len(before) for mark in marks]
+
+
+def _rnn_workspace(args: Any) -> int:
+    """Bytes that oneDNN keeps between a recurrent layer's forward and its backward. No shape function knows them: one
+    layer is run on zeros, with at most 2**22 inputs; what is more is taken in proportion."""
+    x = args[0]
+    rows = max(1, min(x.shape[1], 2**22 // max(1, x.shape[0] * x.shape[2])))
+
+    def zeros(i: int, one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        shape = {0: (x.shape[0], rows, x.shape[2]), 5: (rows, *one.shape[1:]), 6: (rows, *one.shape[1:])}
+        return torch.zeros(shape.get(i, one.shape), dtype=one.dtype)
+
+    real = private.outside(lambda: _RNN(*(zeros(i, one) for i, one in enumerate(args))))
+    return int(real()[3].numel() * x.shape[1] / rows)
+
+
+def _tensors(values: Any) -> Iterator[Any]:
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
+
+
+def _once(one: Any, seen: set[int]) -> int:
+    key = one.untyped_storage()._cdata
+    if key in seen:
+        return 0
+    seen.add(key)
+    size: int = min(one.numel() * one.element_size(), one.untyped_storage().nbytes())
+    return size
+
+
+def _is_group(one: Any) -> bool:
+    return isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())
+
+
+def _size(group: Any) -> int:
+    return private.size_of_group(group) if group is not None else 1
+
+
+def _asked_async(func: Any, args: Any) -> bool:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "async_op":
+            return bool(args[position]) if position < len(args) else True
+    return False

@@ -1,0 +1,374 @@
+"""The user's own step, traced: the engine's code runs for two updates on tensors without memory.
+
+    Step(model, optimizer, loss_fn, batch, keywords).trace(cut) -> Trace
+
+What runs is `Engine` itself, with the user's modules, optimizer, loss function and metrics: the order of the step, the
+clip, the loss scale, the buckets of ddp, FSDP2's gathering are the real ones. Exchanged for the time of a trace are
+only what reads values that do not exist: the flag of a finished update, and what ranks tell each other once in the
+first update. `trace` uses up its objects (parameters become fake), so `trace_forked` does it in a copy of the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from evener import batch as batches
+from evener import errors
+from evener.engine import Engine, shards
+from evener.engine import batchnorm as bn
+from evener.engine.optim import _FUSED, check_rowwise
+from evener.engine.setup import by_name
+from evener.errors import EvenerError, UsageError
+from evener.measure import private
+from evener.measure.cuda import cuda_rules
+from evener.measure.ledger import Ledger
+from evener.plan import estimate
+from evener.plan.values import Cut, Trace
+
+# Keywords of Run that the step depends on, apart from those a Cut decides.
+STEP_KEYWORDS = (
+    "exact",
+    "coupled",
+    "max_grad_norm",
+    "before_step",
+    "scaler",
+    "batchnorm",
+    "ema",
+    "split",
+    "fsdp",
+    "scheduler",
+    "schedule_by",
+    "gradient_compression",
+)
+_PIECES = 2  # the second shows what the first one's gradients cost; more repeat it
+
+
+class Step:
+    """The user's objects, ready to be traced.
+
+    Args:
+        model, optimizer, loss_fn: As for `Run`; a model on the meta device is all right.
+        batch: At least one row, as the data gives it; its shapes are taken, not its values.
+        keywords: Of `Run`. Those in STEP_KEYWORDS count.
+        optimizer_name: Which one, where there are several.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        loss_fn: Any,
+        batch: Any,
+        keywords: Mapping[str, Any] | None = None,
+        *,
+        optimizer_name: str | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.loss_fn, self.batch = model, optimizer, loss_fn, batch
+        self.keywords = {key: value for key, value in (keywords or {}).items() if key in STEP_KEYWORDS}
+        self.optimizer_name = optimizer_name
+
+    def trace(self, cut: Cut, *, device: str = "cpu", capability: tuple[int, int] | None = None) -> Trace:
+        """Two updates of rank 0 under `cut`. The objects are fake afterwards: once per Step.
+
+        Raises:
+            EvenerError: the step cannot be traced; the line of the user's code is in the evidence.
+        """
+        untraced = private.refuse_if_broken(private.check(), cut.world_size)
+        models, optimizers = by_name("model", self.model), by_name("optimizer", self.optimizer)
+        names = {
+            id(module): f"{name}.{path}".strip(".") for name, m in models.items() for path, module in m.named_modules()
+        }
+        ledger, notes = Ledger(names, estimate.rows_for(device, capability)), list[str]()
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()  # or frees would come at random
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(private.one_rank_of(cut.world_size))
+                stack.enter_context(private.fake_mode())
+                if device == "cuda":
+                    stack.enter_context(cuda_rules(capability or (8, 0), notes))
+                stack.enter_context(ledger.watching())
+                trace = self._trace(cut, ledger, models, optimizers, device)
+                told = [line for line in notes if not line.startswith("untraced: ")]
+                untraced += [line.removeprefix("untraced: ") for line in notes if line not in told]
+                return replace(trace, capability=capability, untraced=tuple(untraced), notes=tuple(told))
+        except private.DATA_DEPENDENT as error:
+            raise _names_the_line(error) from error
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _trace(
+        self,
+        cut: Cut,
+        ledger: Ledger,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        device: str,
+    ) -> Trace:
+        for name, model in models.items():
+            for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+                _fake(ledger, tensor, f"{name}.{path}".strip("."), isinstance(tensor, torch.nn.Parameter))
+        for optimizer in optimizers.values():
+            for state in optimizer.state.values():
+                for tensor in (one for one in state.values() if isinstance(one, torch.Tensor)):
+                    private.faked(tensor)
+                    ledger.tag(tensor, "optimizer")
+            _choose_kernels(optimizer, device, exact=bool(self.keywords.get("exact")))
+        pieces = min(_PIECES, cut.microbatches)
+        engine = self._engine(cut, pieces)
+        target = engine._target(self.optimizer_name)
+        _answer(engine)
+        _watch(ledger, engine, target)
+        for bucket in getattr(getattr(target.spread, "inner", target.spread), "buckets", ()):
+            ledger.tag(bucket.flat, "communication")
+        rows = cut.microbatch_size * pieces
+        total = rows * cut.world_size
+        batch = _of_rows(self.batch, rows, self.keywords.get("split"))
+        for _, leaf in batches.leaves(batch):
+            ledger.tag(leaf, "batch")
+        parts = [
+            (number, stop - start, batches.part(batch, start, stop, self.keywords.get("split")))
+            for number, (start, stop) in engine.cut.numbered(total)
+        ]
+        marks = []
+        for _ in range(2):
+            marks.append(len(ledger.events))
+            engine.step_parts(parts, total, optimizer=self.optimizer_name)
+            for parameter, state in target.optimizer.state.items():
+                name = ledger.names.get(id(parameter), "")
+                for tensor in (one for one in state.values() if isinstance(one, torch.Tensor)):
+                    ledger.tag(tensor, "optimizer", name)
+            ledger.begin("start")
+        events, (first, second) = ledger.finished(marks)
+        return Trace(
+            cut,
+            events,
+            (first, second),
+            device=device,
+            pieces=len(parts),
+            row_bytes=sum(leaf.numel() * leaf.element_size() for _, leaf in batches.leaves(batch)) // rows,
+            rows=rows,
+            torch=torch.__version__,
+        )
+
+    def trace_forked(self, cut: Cut, *, device: str = "cpu", capability: tuple[int, int] | None = None) -> Trace:
+        """`trace` in a copy of this process, which keeps this one's objects as they are and survives an abort in C++.
+
+        Raises:
+            EvenerError: as `trace`; and when the copy ended without an answer.
+        """
+        answers, answer = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            os.close(answers)
+            torch.set_num_threads(1)  # OpenMP's threads were not copied
+            try:
+                try:
+                    told: dict[str, Any] = {"trace": self.trace(cut, device=device, capability=capability).to_json()}
+                except EvenerError as error:
+                    told = {"error": [type(error).__name__, error.cause, error.evidence, error.fix]}
+                except BaseException:
+                    told = {"failed": traceback.format_exc()}
+                with os.fdopen(answer, "w", encoding="utf-8") as file:
+                    json.dump(told, file)
+            finally:
+                os._exit(0)
+        os.close(answer)
+        try:
+            with os.fdopen(answers, "r", encoding="utf-8") as file:
+                text = file.read()
+        finally:
+            _, status = os.waitpid(child, 0)
+        told = dict(json.loads(text)) if text else {}
+        if "trace" in told:
+            return Trace.from_json(told["trace"])
+        if "error" in told:
+            kind, cause, evidence, fix = told["error"]
+            raise getattr(errors, kind, EvenerError)(cause, evidence=evidence, fix=fix)
+        ended = os.waitstatus_to_exitcode(status)
+        how = told.get("failed", f"signal {-ended}" if ended < 0 else f"exit code {ended}")
+        raise EvenerError(
+            f"the step could not be traced as {cut.words()}.",
+            evidence=str(how).splitlines()[-3:],
+            fix=["plan another strategy or precision", "report it: the last lines say where tracing broke"],
+        )
+
+    def _sliced(self) -> bool:
+        """Whether a microbatch is a slice: rows that see each other."""
+        coupled = self.keywords.get("coupled")
+        if coupled is None and self.keywords.get("batchnorm", "slice") == "slice":
+            coupled = any(bn.has_batchnorm(one) for one in by_name("model", self.model).values())
+        return bool(self.keywords.get("exact") or coupled)
+
+    def _engine(self, cut: Cut, pieces: int) -> Engine:
+        keywords: dict[str, Any] = dict(self.keywords)
+        keywords["slice_size" if self._sliced() else "microbatch_size"] = cut.microbatch_size
+        known = inspect.signature(Engine.__init__).parameters
+        if cut.saved_activations != "keep":
+            keywords["saved_activations"] = cut.saved_activations
+        for key in [key for key in keywords if key not in known]:
+            raise UsageError(f"this evener's engine has no {key}=, so it cannot be planned.", fix=["leave it out"])
+        check = private.exchanged(shards, "check_rowwise", private.outside(check_rowwise))
+        with private.models_stay(), check:
+            return Engine(
+                self.model,
+                self.optimizer,
+                self.loss_fn,
+                device="cpu",
+                precision=cut.precision,
+                strategy=cut.strategy,
+                global_batch_size=cut.microbatch_size * pieces * cut.world_size,
+                activation_checkpointing=cut.activation_checkpointing,
+                loss_is="row mean",
+                report=_say_nothing,
+                **keywords,
+            )
+
+
+def _say_nothing(kind: str, number: int, fields: Mapping[str, Any]) -> None:
+    pass
+
+
+def _fake(ledger: Ledger, tensor: torch.Tensor, path: str, is_parameter: bool) -> None:
+    module = path.rpartition(".")[0]
+    private.faked(tensor)
+    ledger.tag(tensor, "parameter" if is_parameter else "buffer", module)
+    ledger.names[id(tensor)] = module
+
+
+def _choose_kernels(optimizer: torch.optim.Optimizer, device: str, *, exact: bool) -> None:
+    """What the engine finds out by trying a kernel on values: fused where there is one and the user left it open. And
+    what torch.optim takes by itself on CUDA: foreach."""
+    groups = optimizer.param_groups
+    open_ = all(
+        group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+        for group in groups
+    )
+    if type(optimizer) in _FUSED and open_ and not exact:
+        for group in groups:
+            group["fused"] = True
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    elif open_ and device == "cuda":
+        for group in groups:
+            if "foreach" in group:
+                group["foreach"] = True
+
+
+class _NoFlags:
+    """Every update counts: its flag has no value."""
+
+    def __init__(self) -> None:
+        self.requests = [0.0, 0.0]
+
+    def take(self, update: Any, found: Any) -> None:
+        pass
+
+    def land(self) -> bool | None:
+        return None
+
+    def read_now(self, found: Any) -> bool:
+        return False
+
+
+def _answer(engine: Engine) -> None:
+    """Take the engine's questions about values and about other ranks out of the step."""
+    engine.buffers.agree = sorted
+    for target in engine.targets.values():
+        target.flags = _NoFlags()  # type: ignore[assignment]
+        target.agree = functools.partial(_agree, target)  # type: ignore[method-assign]
+
+
+def _agree(target: Any, tally: Any, rows: int | None, mine_rows: int) -> None:
+    target.names = tuple(sorted(tally.metrics[0])) if tally.metrics else ()
+
+
+def _watch(ledger: Ledger, engine: Engine, target: Any) -> None:
+    """Tell the ledger where the step stands, and which storages become gradients."""
+    spread = target.spread
+    forward, before, after, optimize = (
+        spread.forward,
+        spread.before_backward,
+        spread.after_backward,
+        target.optimize,
+    )
+
+    def in_forward(*args: Any) -> Any:
+        ledger.begin("forward")
+        return forward(*args)
+
+    def before_backward(last: bool) -> None:
+        ledger.keep_for_backward()
+        ledger.begin("backward")
+        before(last)
+
+    def after_backward(number: int) -> None:
+        ledger.begin("reduce")
+        after(number)
+        tag()
+
+    def optimizing(found: Any) -> None:
+        ledger.begin("optimizer")
+        tag()
+        optimize(found)
+
+    def tag() -> None:
+        for parameter in target.parameters:
+            if parameter.grad is not None:
+                ledger.tag(parameter.grad, "gradient", ledger.names.get(id(parameter), ""))
+
+    spread.forward, spread.before_backward, spread.after_backward = in_forward, before_backward, after_backward
+    target.optimize = optimizing
+
+
+def _of_rows(batch: Any, rows: int, split: Any) -> Any:
+    """A fake batch of so many rows, of the shapes and dtypes of `batch`."""
+    if split is not None:
+        have = batches.rows(batch, split)
+        if have < rows:
+            raise UsageError(
+                f"split= cuts batches of its own kind: {rows} rows are needed to trace, {have} were given.",
+                fix=["plan with a larger batch of the dataset"],
+            )
+        return batches.apply(
+            batches.part(batch, 0, rows, split), lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype)
+        )
+    return batches.apply(
+        batch,
+        lambda leaf: torch.empty((rows, *leaf.shape[1:]) if leaf.ndim else (), dtype=leaf.dtype),
+    )
+
+
+def _names_the_line(error: Exception) -> EvenerError:
+    """Which line of the user's code needs a value: the innermost frame outside of torch and evener."""
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    theirs = os.path.dirname(os.path.abspath(torch.__file__))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not os.path.abspath(frame.filename).startswith((here, theirs))
+    ]
+    where = [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
+    return UsageError(
+        "the step reads a value, so it cannot be traced without data.",
+        evidence=[*where, str(error).splitlines()[0]],
+        fix=[
+            "keep it on the device: torch.where and masks times values in place of .item(), bool() and x[mask]",
+            "or plan nothing and let the run find its microbatch (microbatch_size='auto')",
+        ],
+    )

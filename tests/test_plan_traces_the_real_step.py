@@ -1,0 +1,242 @@
+"""The planner's memory half: the user's own step, traced without data, is what the real step allocates.
+
+Sampled here; the forty drawn configurations are the exhaustive form (`python -m bench plan` prints them).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bench import plan as bench
+from bench.plan_models import MODELS, Case, Gpt, Mlp, class_loss, draw, token_loss
+from evener import Mean
+from evener.errors import EvenerError
+from evener.measure import private
+from evener.measure.trace import Step
+from evener.plan import estimate
+from evener.plan.memory import Family, by_category, peak_of
+from evener.plan.values import Alloc, Cut, Estimate, Free, Share, Trace
+
+
+def gpt_step(**keywords) -> Step:
+    torch.manual_seed(0)
+    model = Gpt()
+    return Step(model, torch.optim.AdamW(model.parameters()), token_loss, torch.randint(0, 500, (2, 33)), keywords)
+
+
+def test_every_private_part_of_torch_works():
+    assert private.check() == {}
+
+
+SAMPLED = [
+    Case("GPT", "AdamW fused", Cut("single", "fp32", "none", microbatch_size=32, microbatches=1), True),
+    Case("GPT", "AdamW foreach", Cut("single", "bf16", "full", microbatch_size=32, microbatches=2), False),
+    Case("LSTM", "SGD momentum", Cut("single", "fp32", "none", microbatch_size=64, microbatches=1), False),
+    Case("MLP", "AdamW for-loop", Cut("single", "fp32", "segments:2", microbatch_size=4096, microbatches=2), True),
+]
+
+
+@pytest.mark.parametrize("case", SAMPLED, ids=str)
+def test_a_predicted_peak_is_what_a_real_run_allocates(case):
+    real, (expected, phase) = bench.really(case), bench.predicted(case)
+    assert expected == pytest.approx(real.without_scratch, rel=0.005)
+    assert phase in ("forward", "backward")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(40))
+def test_forty_drawn_configurations(number):
+    case = draw(40, bench.SEED)[number]
+    real, (expected, _) = bench.really(case), bench.predicted(case)
+    assert expected == pytest.approx(real.without_scratch, rel=0.01), str(case)
+
+
+def test_events_are_lives_and_survive_json():
+    trace = gpt_step().trace(Cut(microbatch_size=4, microbatches=2))
+    assert Trace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
+    told = estimate.of(trace)
+    assert Estimate.from_json(json.loads(json.dumps(told.to_json()))) == told
+    born: dict[int, Alloc] = {}
+    for event in trace.events:
+        if isinstance(event, Alloc):
+            assert event.id not in born and event.bytes > 0
+            born[event.id] = event
+        elif isinstance(event, Free):
+            del born[event.id]  # nobody dies twice
+    kept = by_category([Share(one.category, one.module, one.bytes) for one in born.values()])
+    parameters = sum(one.numel() * 4 for one in Gpt().parameters())
+    assert kept["parameter"] == parameters
+    assert 2 * parameters <= kept["optimizer"] < 2 * parameters + 4 * 100  # and one step count per parameter
+    assert "activation" not in kept and "gradient" not in kept, "nothing of an update outlives it"
+
+
+def test_what_is_alive_at_the_peak_is_named_by_category_and_module():
+    peak = peak_of(gpt_step().trace(Cut(microbatch_size=32)))
+    assert sum(share.bytes for share in peak.at_peak) == peak.bytes
+    sizes = by_category(peak.at_peak)
+    assert next(iter(sizes)) == "activation"
+    inside = {share.module for share in peak.at_peak if share.category == "activation"}
+    assert {"blocks.0.norm1", "blocks.3.mlp.1"} <= inside
+    one = next(share for share in peak.at_peak if (share.category, share.module) == ("activation", "blocks.2.mlp.1"))
+    assert one.bytes == 32 * 32 * 4 * 64 * 4  # GELU's result; its input belongs to the layer that made it
+
+
+def test_checkpointing_moves_the_peak_down_and_accumulation_moves_it_up():
+    plain, full = (peak_of(gpt_step().trace(Cut("single", "fp32", c, microbatch_size=32))) for c in ("none", "full"))
+    twice = peak_of(gpt_step().trace(Cut(microbatch_size=32, microbatches=2)))
+    assert full.bytes < 0.75 * plain.bytes
+    gradients = sum(one.numel() * 4 for one in Gpt().parameters())
+    assert twice.phases["forward"] >= plain.phases["forward"] + gradients
+
+
+def test_rows_that_are_not_traced_stay_in_the_batch():
+    two = peak_of(gpt_step().trace(Cut(microbatch_size=8, microbatches=2)))
+    many = peak_of(gpt_step().trace(Cut(microbatch_size=8, microbatches=10)))
+    assert many.bytes - two.bytes == 8 * 8 * 33 * 8
+
+
+# ------------------------------------------------------------------------------------------------ extrapolation
+
+
+def test_two_microbatches_give_every_other_one():
+    made = [gpt_step().trace(cut) for cut in estimate.support(Cut(microbatch_size=64, microbatches=3))]
+    family = Family(made)
+    for size in (3, 64):
+        cut = Cut(microbatch_size=size, microbatches=3)
+        said, traced = peak_of(family.trace(cut)), peak_of(gpt_step().trace(cut))
+        assert said.bytes == pytest.approx(traced.bytes, rel=1e-3), size
+        assert said.phase == traced.phase
+    assert family.trace(Cut(microbatch_size=64, microbatches=3)).how == "extrapolated"
+
+
+def test_shards_of_many_ranks_follow_from_two_and_four():
+    cut = Cut("fsdp", "bf16", microbatch_size=2, world_size=64)
+    family = Family([gpt_step().trace(one) for one in estimate.support(cut)])
+    for world in (8, 16):
+        said = peak_of(family.trace(Cut("fsdp", "bf16", microbatch_size=2, world_size=world)))
+        traced = peak_of(gpt_step().trace(Cut("fsdp", "bf16", microbatch_size=2, world_size=world)))
+        assert said.bytes == pytest.approx(traced.bytes, rel=0.01), world
+
+
+def test_traces_of_different_steps_are_not_mixed():
+    one, other = (gpt_step().trace(Cut(microbatch_size=2, precision=p)) for p in ("fp32", "bf16"))
+    with pytest.raises(EvenerError, match="not of one family"):
+        Family([one, other])
+    with pytest.raises(EvenerError, match="cannot be extrapolated"):
+        Family([one]).trace(Cut(microbatch_size=64))
+
+
+# ------------------------------------------------------------------------------------------------ steps with values
+
+
+def reads_a_value(model, batch):
+    x, y = batch
+    loss = F.cross_entropy(model(x), y)
+    if loss.item() > 100:  # this line
+        loss = loss * 0
+    return loss
+
+
+def picks_rows(model, batch):
+    x, _ = batch
+    x = x[x[:, 0] > 0]  # that line
+    return model(x).sum()
+
+
+@pytest.mark.parametrize(("loss_fn", "line"), [(reads_a_value, "loss.item()"), (picks_rows, "x[x[:, 0] > 0]")])
+@pytest.mark.parametrize("forked", [False, True])
+def test_the_line_that_prevents_tracing_is_named(loss_fn, line, forked):
+    model = Mlp()
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, (torch.randn(2, 128), torch.zeros(2).long()))
+    with pytest.raises(EvenerError) as caught:
+        (step.trace_forked if forked else step.trace)(Cut(microbatch_size=4))
+    assert "reads a value" in caught.value.cause
+    assert line in caught.value.evidence[0] and __file__ in caught.value.evidence[0]
+
+
+def test_a_loss_with_its_own_denominator_and_metrics_is_traced():
+    def loss_fn(model, tokens):
+        logits = model(tokens[:, :-1])
+        mask = tokens[:, 1:] > 5
+        total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        hits = (logits.argmax(-1) == tokens[:, 1:]) & mask
+        metrics = {"accuracy": Mean(total=hits.sum(), count=mask.sum())}
+        return Mean(total=(total * mask.flatten()).sum(), count=mask.sum()), metrics
+
+    model = Gpt()
+    step = Step(model, torch.optim.AdamW(model.parameters()), loss_fn, torch.randint(0, 500, (2, 33)), {"scaler": None})
+    trace = step.trace(Cut("single", "fp16", microbatch_size=4, microbatches=2), device="cuda", capability=(7, 5))
+    assert peak_of(trace).bytes > 0
+
+
+def test_forked_tracing_leaves_the_objects_alone_and_an_abort_is_an_error():
+    step = gpt_step()
+    before = {name: one.clone() for name, one in step.model.state_dict().items()}
+    forked = step.trace_forked(Cut(microbatch_size=4))
+    assert forked == step.trace_forked(Cut(microbatch_size=4))
+    assert all(torch.equal(before[name], one) for name, one in step.model.state_dict().items())
+
+    def aborts(model, batch):
+        faulthandler.disable()  # in the copy alone: its stack would be in this test's output
+        os.abort()
+
+    model = Mlp()
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), aborts, (torch.randn(2, 128), torch.zeros(2).long()))
+    with pytest.raises(EvenerError, match="could not be traced") as caught:
+        step.trace_forked(Cut(microbatch_size=4))
+    assert caught.value.evidence == ("signal 6",)
+
+
+# ------------------------------------------------------------------------------------------------ CUDA's rules
+
+
+def test_cuda_autocast_keeps_more_in_fp32_than_the_cpus():
+    cpu = peak_of(gpt_step().trace(Cut("single", "bf16", microbatch_size=16)))
+    cuda = peak_of(gpt_step().trace(Cut("single", "bf16", microbatch_size=16), device="cuda", capability=(9, 0)))
+    norms = 9 * 16 * 32 * 64 * 2  # nine layer norms' results: fp32 on CUDA, bf16 on the CPU
+    assert by_category(cuda.at_peak)["activation"] > by_category(cpu.at_peak)["activation"] + norms / 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "kernel"),
+    [
+        ("bf16", (9, 0), "attention: flash"),
+        ("fp32", (9, 0), "attention: memory-efficient (no flash: float32)"),
+        ("fp16", (7, 5), "attention: memory-efficient (no flash: compute capability 7.5)"),
+    ],
+)
+def test_the_attention_kernel_is_the_one_that_cuda_takes(precision, capability, kernel):
+    trace = gpt_step().trace(Cut("single", precision, microbatch_size=4), device="cuda", capability=capability)
+    assert trace.notes == (kernel,)
+
+
+def test_nothing_stays_overridden():
+    x = torch.randn(4, 8)
+    gpt_step().trace(Cut("single", "bf16", microbatch_size=4), device="cuda", capability=(9, 0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert F.layer_norm(nn.Linear(8, 8)(x), (8,)).dtype == torch.bfloat16, "the CPU's own rule"
+    assert torch.equal(F.dropout(x, 0.0, True), x)
+
+
+def test_the_seed_is_said_and_the_grid_has_every_kind():
+    cases = draw(40, bench.SEED)
+    assert len(set(map(str, cases))) == 40
+    assert {case.model for case in cases} == set(MODELS)
+
+
+def test_data_parallels_first_device_has_the_others_gradients():
+    model = Mlp()
+    step = Step(
+        model, torch.optim.SGD(model.parameters(), 0.1), class_loss, (torch.randn(2, 128), torch.zeros(2).long())
+    )
+    told = estimate.of(step.trace(Cut("dp", microbatch_size=64, devices=4), device="cuda"))
+    gradients = sum(one.numel() * 4 for one in Mlp().parameters())
+    (term,) = [one for one in told.terms if one.name.startswith("DataParallel")]
+    assert term.high_bytes == gradients
