@@ -59,12 +59,11 @@ ARROWS: dict[str, set[str]] = {
 BEYOND_THE_DESIGN: dict[str, set[str]] = {
     "engine": {"batch"},  # looking at nested batches: one small file below the rooms with torch
     "data": {"batch"},
-    "measure": {"batch"},  # a traced step gets batches of its own
     # ending: what a process must drop before Python ends, one file for the group and for the shim;
     # gpus: evener.device() takes an idle GPU under a lease, and explains CUDA_VISIBLE_DEVICES
     "dist": {"ending", "gpus"},
     "launch": {"ending"},
-    "measure": {"dist"},  # the bench measures evener.comm itself
+    "measure": {"batch", "dist"},  # a traced step gets batches of its own; the bench measures evener.comm itself
     "run": {"batch", "report", "measure"},  # the console, curves and run folder; a captured Run's step is traced
 }
 # Files beside the rooms. A helper file such as config_checks.py belongs to the room that its name begins with.

@@ -280,7 +280,8 @@ class Ledger(private.TorchDispatchMode):
                 dead.append(one)
                 continue
             # Deaths at one moment come in the order of some hash table: by number they are the same in every trace.
-            after += sorted(dead, key=lambda one: one.id)
+            dead.sort(key=lambda free: free.id)
+            after += dead
             dead = []
             after.append(
                 Alloc(one.id, one.bytes, one.category, one.module, one.phase) if isinstance(one, _Life) else one
