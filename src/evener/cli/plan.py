@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +116,10 @@ def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterato
         yield ""
         yield f"alive at the peak ({chosen.phase}, {_size(chosen.peak_allocated_bytes)} allocated)"
         yield from _peak(chosen.at_peak)
-        if chosen.terms:
-            yield from _wrapped("beside it: " + ", ".join(_term(one) for one in chosen.terms), "    ", "  ")
+        terms = ", ".join(_term(one) for one in chosen.terms if one.high_bytes >= 1 << 20)
+        yield from _wrapped(f"beside it: {terms}", "    ", "  ") if terms else ()
     for title, lines in (
-        ("with other numbers of GPUs", plan.neighbours),
+        ("one more, one less", plan.neighbours),
         ("not counted", plan.untraced),
         ("notes", plan.notes),
     ):
@@ -218,7 +219,8 @@ def _peak(shares: Sequence[Share]) -> Iterator[str]:
     for one in shares:
         total[one.category] = total.get(one.category, 0) + one.bytes
         inside = modules.setdefault(one.category, {})
-        inside[one.module or "-"] = inside.get(one.module or "-", 0) + one.bytes
+        alike = re.sub(r"\d+", "*", one.module) or "-"  # blocks.0 and blocks.1 are of one kind
+        inside[alike] = inside.get(alike, 0) + one.bytes
     for category in sorted(total, key=lambda name: -total[name]):
         if total[category] * 200 < sum(total.values()):
             continue

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from evener.errors import EvenerError, LaunchError, ModelError
@@ -52,10 +52,10 @@ class Captured:
     process_bytes: int = 0
     on_cpu: tuple[str, ...] = ()
 
-    def asked(self, keyword: str, unset: Any = "auto") -> Any:
-        """The keyword's value where the script, its file or a flag gives one; None where it was left open."""
+    def asked(self, keyword: str) -> Any:
+        """The keyword's value where the script, its file or a flag gives one; None where it is open, or "auto"."""
         value = self.given.get(keyword, {}).get("value")
-        return None if value in (unset, None) else value
+        return None if value == "auto" else value
 
 
 class Child:
@@ -221,9 +221,3 @@ def _explained(error: Mapping[str, Any], log: list[str]) -> EvenerError:
 
 def _tuples(values: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(values[name]) for name in names}
-
-
-def fixed(captured: Captured, cut: Cut) -> Cut:
-    """The cut with every factor that the script itself has decided."""
-    names = ("strategy", "precision", "activation_checkpointing", "saved_activations")
-    return replace(cut, **{name: value for name in names if isinstance(value := captured.asked(name), str)})

@@ -208,7 +208,7 @@ def microbatches(captured: Captured, world: int) -> list[int]:
     if captured.slice_size is not None:
         return [captured.slice_size]
     most = -(-captured.global_batch_size // world)
-    given = captured.asked("microbatch_size", None)
+    given = captured.asked("microbatch_size")
     if given is not None:
         return [min(int(given), most)]
     sizes = [most]
@@ -237,16 +237,18 @@ def combinations(captured: Captured, machine: Machine, world: int) -> Iterator[C
     else:
         strategies = ("ddp", "fsdp") if machine.nodes == 1 else ("ddp", "hsdp", "fsdp")
     natural = natural_precision(captured, machine)
-    recompute = captured.asked("activation_checkpointing", "none")
-    kept = captured.asked("saved_activations", "keep")
+    recompute = captured.asked("activation_checkpointing")
+    kept = captured.asked("saved_activations")
+    first = True
     for name in strategies:
-        replicas = machine.nodes if name == "hsdp" else 1
-        for precision in dict.fromkeys((natural, *(("fp32",) if captured.asked("precision") is None else ()))):
-            # The other precision is shown once, for comparison; it is never chosen.
-            for again in RECOMPUTE if recompute is None and precision == natural else (recompute or "none",):
-                yield Cut(
-                    name, precision, again, kept or "keep", world_size=1 if name == "dp" else world, replicas=replicas
-                )
+        one = Cut(name, natural, "none", kept or "keep", world_size=1 if name == "dp" else world)
+        one = replace(one, replicas=machine.nodes if name == "hsdp" else 1)
+        for again in RECOMPUTE if recompute is None else (recompute,):
+            yield replace(one, activation_checkpointing=again)
+        if first and natural != "fp32" and captured.asked("precision") is None:
+            # Shown once, for comparison; never chosen.
+            yield replace(one, precision="fp32", activation_checkpointing=recompute or "none")
+        first = False
 
 
 def natural_precision(captured: Captured, machine: Machine) -> str:
@@ -260,25 +262,23 @@ def natural_precision(captured: Captured, machine: Machine) -> str:
     return "bf16" if capability is None or capability >= (8, 0) else "fp16"
 
 
-def rows_of(
-    book: Book, captured: Captured, machine: Machine, world: int, say: Callable[[str], None] = lambda line: None
-) -> list[Row]:
+def rows_of(book: Book, captured: Captured, machine: Machine, world: int) -> list[Row]:
     """Every combination: the largest microbatch that fits, and the next larger one, which does not."""
-    rows: list[Row] = []
-    for cut in combinations(captured, machine, world):
-        tried: list[Row] = []
-        for size in microbatches(captured, world):
-            asked = with_microbatch(cut, captured, size)
-            try:
-                row = price(book.trace(asked), machine, captured)
-            except EvenerError as error:
-                rows.append(Row(asked, "not possible", reason=" ".join([error.cause, *error.evidence[:1]])))
-                break
-            tried.append(row)
-            if row.verdict == "fits":
-                break
-        rows += tried
-    return rows
+    return [row for cut in combinations(captured, machine, world) for row in _sizes(book, cut, captured, machine)]
+
+
+def _sizes(book: Book, cut: Cut, captured: Captured, machine: Machine) -> Iterator[Row]:
+    """From the largest microbatch on, until one fits."""
+    for size in microbatches(captured, cut.world_size * cut.devices):
+        asked = with_microbatch(cut, captured, size)
+        try:
+            row = price(book.trace(asked), machine, captured)
+        except EvenerError as error:
+            yield Row(asked, "not possible", reason=" ".join([error.cause, *error.evidence[:1]]))
+            return
+        yield row
+        if row.verdict == "fits":
+            return
 
 
 def choose(rows: Iterable[Row], precision: str) -> tuple[Row | None, list[str]]:
@@ -326,7 +326,12 @@ def neighbour(book: Book, captured: Captured, machine: Machine, world: int) -> s
     if world < 1 or world > captured.global_batch_size:
         return f"{what}: not possible"
     other = replace(machine, gpus=max(1, math.ceil(world / machine.nodes)))
-    chosen, _ = choose(rows_of(book, captured, other, world), natural_precision(captured, machine))
+    chosen = None
+    for cut in combinations(captured, other, world):  # the first that fits, for the sake of time
+        if cut.precision == natural_precision(captured, machine):
+            chosen, _ = choose(_sizes(book, cut, captured, other), cut.precision)
+            if chosen is not None:
+                break
     if chosen is None:
         return f"{what}: no cut fits"
     time = "" if chosen.seconds_per_update is None else f", {duration(chosen.seconds_per_update)} an update"

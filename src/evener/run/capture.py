@@ -111,35 +111,10 @@ def serve(config: Config, model: Any, optimizer: Any, loss_fn: Any, dataset: Any
 def _answer(step: Step, asked: dict[str, Any]) -> dict[str, Any]:
     capability = tuple(asked["capability"]) if asked["capability"] else None
     try:
-        if not hasattr(step, "trace_forked"):
-            return _tmp(step, asked, capability)
         trace = step.trace_forked(Cut.from_json(asked["cut"]), device=asked["device"], capability=capability)
     except Exception as error:
         return {"error": _words(error)}
     return {"trace": trace.to_json()}
-
-
-def _tmp(step, asked, capability):
-    import time
-    r, w = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(r)
-        try:
-            tr = step.trace(Cut.from_json(asked["cut"]), device=asked["device"], capability=capability)
-            out = {"trace": tr.to_json()}
-        except BaseException as e:
-            out = {"error": _words(e)}
-        with os.fdopen(w, "w") as f:
-            json.dump(out, f)
-        os._exit(0)
-    os.close(w)
-    with os.fdopen(r) as f:
-        text = f.read()
-    _, st = os.waitpid(pid, 0)
-    if not text:
-        return {"error": {"cause": f"tracing was ended: {st}", "evidence": [], "fix": []}}
-    return json.loads(text)
 
 
 def _tell(answers: IO[str], **values: Any) -> None:
@@ -231,7 +206,7 @@ def sample(config: Config, dataset: Any) -> tuple[Any, int, int | None]:
 
 
 def _resident() -> int:
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     return int(psutil.Process().memory_info().rss)
 
