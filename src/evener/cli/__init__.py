@@ -17,6 +17,7 @@ VERBS = {
     "explain": "say what broke in a log or a run: cause, guilty rank, fix, advice not to follow",
     "plan": "predict memory and time of every cut of a script's step, without a GPU, and choose one",
     "verify": "prove the promise on your own script, and say who is to blame where it does not hold",
+    "report": "make one HTML page about runs: curves, where the time went, incidents in words, how to do it again",
     "lint": "read scripts and name what goes wrong on several GPUs, in mixed precision, with checkpoints; --fix",
     "gpus": "show the GPUs of this machine, who has them, and which are idle, or why not",
     "top": "watch GPUs, processes and every evener run of this machine, and what each waits for",

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -78,23 +79,37 @@ class Events:
             self._descriptor = -1
 
 
+_LONGEST_LINE = 16 << 20  # bytes; no event of evener's is longer, and no damaged file fills the memory
+
+
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The events of a file in its order. What is no event comes as `{"kind": "torn", "line": 7, "text": ...}`.
 
-    Kinds that KINDS does not know are passed on: the file may come from a newer version.
+    Kinds that KINDS does not know are passed on: the file may come from a newer version. Of a file that grows
+    meanwhile, what was there at first; a last line without its end is torn, or not yet whole.
     """
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        left, number = os.fstat(file.fileno()).st_size, 0
+        while left > 0 and (line := file.readline(min(left, _LONGEST_LINE))):
+            left, number = left - len(line), number + 1
             if not line.strip():
                 continue
             try:
                 event = json.loads(line)
-            except ValueError:  # also bytes that are not UTF-8
+            except (ValueError, RecursionError):  # also bytes that are not UTF-8
                 event = None
             if isinstance(event, dict) and "kind" in event:
                 yield event
             else:
-                yield {"kind": "torn", "line": number, "text": line.decode("utf-8", "replace").rstrip("\n")}
+                yield {"kind": "torn", "line": number, "text": line[:1000].decode("utf-8", "replace").rstrip("\n")}
+
+
+def number(value: object) -> float | None:
+    """A JSON number as a float; the texts "nan", "inf", "-inf" too; anything else is None."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    with suppress(OverflowError):
+        return float(value) if plain or value in ("nan", "inf", "-inf") else None  # type: ignore[arg-type]
+    return None
 
 
 def strict(value: Any) -> Any:

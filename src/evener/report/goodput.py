@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evener.report.events import read_events
+from evener.report.events import number, read_events
 from evener.report.folder import read_json
 
 
@@ -54,10 +54,10 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput | None:
         elif kind == "stop":
             stopped = now
         elif kind == "checkpoint":
-            saved[Path(str(event.get("path"))).name] = now - float(event.get("seconds") or 0)
+            saved[Path(str(event.get("path"))).name] = now - (number(event.get("seconds")) or 0.0)
         elif kind == "resume" and not asked:
             restarts += 1
-            redone += int(event.get("redone_updates") or 0)
+            redone += int(number(event.get("redone_updates")) or 0)
             lost_since = saved.get(str(event.get("checkpoint")), last if last else now)
         elif kind == "update" and lost_since is not None:
             lost, lost_since = lost + now - lost_since, None

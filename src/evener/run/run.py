@@ -46,7 +46,7 @@ from evener.run.silent import cpu_beside_gpus, strays
 from evener.run.stop import Stopped, stop_signals
 from evener.run.trial import Watch
 from evener.run.uncaught import explain_uncaught
-from evener.run.words import contract_of, in_words, schedule_lines
+from evener.run.words import circumstances, contract_of, in_words, schedule_lines
 
 _PREPARE = 3  # a stream of randomness of its own, apart from the model's
 
@@ -263,7 +263,14 @@ class Run:
         folder.write_config(config.as_json())
         versions = {"evener": _version(), "torch": torch.__version__}
         world = self.group.world_size
-        folder.event("start", world_size=world, versions=versions, device=str(self.device), job=self._job)
+        folder.event(
+            "start",
+            world_size=world,
+            versions=versions,
+            device=str(self.device),
+            job=self._job,
+            **(circumstances(self.engine.model, self.device) if self.is_main else {}),
+        )
         line = self.contract_line()
         self._output.console.contract(line)
         folder.event("contract", line=line)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import socket
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from evener.config import Config
 from evener.engine import Engine
@@ -83,3 +92,28 @@ def in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:
     if kind == "bad_row":
         return f"row {fields['row']} left out: {fields['error']}"
     return ""
+
+
+def circumstances(model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
+    """Where and from what a run was started, for whoever wants to do it again. Read, not asked: no process starts."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else None,
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "command": shlex.join(sys.argv),
+        "cwd": os.getcwd(),
+        "commit": _commit(Path(sys.argv[0] if sys.argv else "").absolute().parent),
+    }
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit that the script's repository stands at; whether files were changed since is not looked at."""
+    for git in (place / ".git" for place in (folder, *folder.parents)):
+        with suppress(OSError, ValueError):
+            head = (git / "HEAD").read_text("ascii").strip()
+            return (git / head[5:]).read_text("ascii").strip() if head.startswith("ref: ") else head
+    return None

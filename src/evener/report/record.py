@@ -1,0 +1,233 @@
+"""A run directory as values for a report, bounded whatever the files hold: damaged lines, hostile texts, 100 MB.
+
+Files are read once, line by line. A curve keeps at most POINTS points, extremes first; of everything else there is a
+count, and the first and last of a kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evener.errors import UsageError
+from evener.report.events import number, read_events
+from evener.report.folder import in_use, read_json
+from evener.report.goodput import Goodput, goodput
+from evener.report.text import clean
+
+POINTS, INCIDENTS, NOTES, NAMES, TEXT, RANKS = 2000, 100, 60, 24, 600, 1024
+ORDINARY = {"start", "contract", "update", "phases", "epoch", "evaluate", "checkpoint", "finish", "warning", "torn"}
+KNOWN_CURVES = ("loss", "lr", "grad_norm", "rows_per_second", "count_per_second")  # of an `update`; others are metrics
+_SAYS = {"start": "going", "update": "going", "stop": "stopped", "finish": "finished", "error": "failed"}
+
+
+class Points:
+    """Values over updates, ascending. Too many are thinned: of four neighbours the two that have the smallest and the
+    largest first value stay.
+    """
+
+    def __init__(self, limit: int = POINTS) -> None:
+        self.limit, self.rows, self.names = limit, list[tuple[int, dict[str, float]]](), dict[str, None]()
+
+    def add(self, update: int, values: Mapping[str, float]) -> None:
+        while self.rows and self.rows[-1][0] >= update:  # made again after a restart: the newer ones count
+            self.rows.pop()
+        self.names |= dict.fromkeys(
+            itertools.islice((n for n in values if n not in self.names), NAMES - len(self.names))
+        )
+        self.rows.append((update, dict(values)))
+        if len(self.rows) > 2 * self.limit:
+            self._thin()
+
+    def series(self, name: str) -> tuple[list[int], list[float | None]]:
+        """Updates and values of one curve; None where a value is not finite."""
+        while len(self.rows) > self.limit:
+            self._thin()
+        found = [(update, values[name]) for update, values in self.rows if name in values]
+        return [x for x, _ in found], [y if math.isfinite(y) else None for _, y in found]
+
+    def known(self, name: str) -> list[float]:
+        return [y for y in self.series(name)[1] if y is not None]
+
+    def last(self, name: str) -> float | None:
+        return (self.series(name)[1] or [None])[-1]
+
+    def _thin(self) -> None:
+        kept = [self.rows[0]]
+        for start in range(1, len(self.rows) - 1, 4):
+            four = self.rows[start : min(start + 4, len(self.rows) - 1)]
+            order = sorted(range(len(four)), key=lambda i: next(iter(four[i][1].values()), 0.0))
+            kept += [four[i] for i in sorted({order[0], order[-1]})]
+        self.rows = [*kept, self.rows[-1]]
+
+
+@dataclass
+class RankTimes:
+    """Where one rank's time went, summed over `updates` measured ones, and its memory."""
+
+    updates: int = 0
+    split: Counter[str] = field(default_factory=Counter)
+    memory: Points = field(default_factory=lambda: Points(300))
+    phases: Points = field(default_factory=lambda: Points(600))
+    memory_peak: float = 0.0
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        update, measured = _whole(event.get("update")) or 0, _whole(event.get("measured_updates"))
+        memory = _numbers({name: event.get(name) for name in ("peak_bytes", "memory_bytes")})
+        if memory:
+            self.memory_peak = max(self.memory_peak, *memory.values())
+            self.memory.add(update, memory)
+        if measured:
+            parts = {name: max(0.0, one) for name, one in _numbers(event.get("split")).items() if math.isfinite(one)}
+            self.updates += measured
+            self.split.update(parts)
+            self.phases.add(update, {name: 1000 * value / measured for name, value in parts.items()})
+
+    def seconds(self, *names: str) -> float | None:
+        """Seconds an update in these phases; in all of them without names."""
+        return sum(self.split[name] for name in names or self.split) / self.updates if self.updates else None
+
+    def own(self) -> float:
+        """Seconds an update of its own work: all but the wait for the others in the reduction."""
+        return (self.seconds() or 0.0) - (self.seconds("reduction") or 0.0)
+
+
+class Record:
+    """What is known of one run. Texts have no control characters and are cut; numbers are numbers or missing.
+
+    status: "finished", "stopped", "failed", "going", "died", or "empty".
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name, self.status = path, clean(path.absolute().name)[:80] or "run", "empty"
+        self.last_update: int | None = None
+        self.newest: float | None = None  # seconds since 1970, of the newest event
+        self.starts: list[dict[str, Any]] = []
+        self.contracts: list[str] = []
+        self.notes, self.counts = Counter[str](), Counter[str]()
+        self.points, self.epochs, self.evaluations = Points(), Points(), Points()
+        self.first_incidents: list[dict[str, Any]] = []
+        self.last_incidents: deque[dict[str, Any]] = deque(maxlen=INCIDENTS)
+        self.blocked_seconds = 0.0  # that checkpoints kept the training waiting
+        self.ranks: dict[int, RankTimes] = {}
+        self.goodput: Goodput | None = None
+        self.config: dict[str, dict[str, str]] = {}
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """UsageError: there is no run in this directory."""
+        record = cls(path)
+        try:
+            record.goodput = goodput(record._taken(read_events(path / "events.jsonl")))
+        except OSError as error:
+            raise _no_run(path, error) from None
+        for file in sorted(path.glob("events-rank*.jsonl"))[:RANKS]:
+            with suppress(OSError, ValueError):
+                times = record.ranks.setdefault(int(file.stem.removeprefix("events-rank")), RankTimes())
+                for event in read_events(file):
+                    if event["kind"] == "phases":
+                        times.take(event)
+        for config in read_json(path, "config.json"):
+            for name, one in list(config.items())[:200]:
+                if isinstance(one, dict):
+                    value, origin = clean(json.dumps(one.get("value")))[:TEXT], clean(one.get("origin"))[:40]
+                    record.config[clean(name)[:60]] = {"value": value, "origin": origin}
+        if record.status == "going" and not in_use(path):
+            record._died()
+            record.status = "died"
+        return record
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        """The first and the last ones, in their order; `counts` has all."""
+        return [*self.first_incidents, *self.last_incidents]
+
+    def straggler(self) -> tuple[int, float, float] | None:
+        """(rank, its own seconds an update, the others' median) where one rank keeps the others waiting."""
+        own = {rank: one.own() for rank, one in self.ranks.items() if one.updates}
+        if len(own) < 2:
+            return None
+        worst = max(own, key=lambda rank: own[rank])
+        usual = statistics.median(seconds for rank, seconds in own.items() if rank != worst)
+        return (worst, own[worst], usual) if own[worst] > 1.15 * usual else None
+
+    def _taken(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for event in events:
+            with suppress(
+                TypeError, ValueError, OverflowError, RecursionError
+            ):  # an event of odd types counts for nothing
+                self._take(event)
+            yield event
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind, update = clean(event["kind"])[:40], _whole(event.get("update"))
+        if kind == "start" and self.status == "going":
+            self._died()
+        self.newest = number(event.get("t")) or self.newest
+        self.status = _SAYS.get(kind, self.status)
+        self._count(kind, event)
+        if kind == "start":
+            self.starts = [*self.starts[-NOTES:], _shown(event)]
+        elif kind == "contract":
+            self.contracts = [*self.contracts[-NOTES:], clean(event.get("line"))[:TEXT]]
+        elif kind == "warning":
+            text = clean(event.get("text"))[:TEXT]
+            self.notes[text if text in self.notes or len(self.notes) < NOTES else "other notes"] += 1
+        elif kind == "checkpoint":
+            self.blocked_seconds += number(event.get("blocked_seconds")) or 0.0
+        elif kind == "phases":
+            self.ranks.setdefault(_whole(event.get("rank")) or 0, RankTimes()).take(event)
+        elif kind in ("update", "epoch", "evaluate") and update is not None:
+            known = _numbers({name: event.get(name) for name in KNOWN_CURVES})
+            values = {**known, **{n: one for n, one in _numbers(event.get("metrics")).items() if n not in known}}
+            {"update": self.points, "epoch": self.epochs, "evaluate": self.evaluations}[kind].add(update, values)
+            self.last_update = update
+
+    def _count(self, kind: str, event: dict[str, Any]) -> None:
+        self.counts[kind] += 1
+        if kind not in ORDINARY:
+            into = self.first_incidents if len(self.first_incidents) < INCIDENTS else self.last_incidents
+            typed = {"t": number(event.get("t")), **{key: _whole(event.get(key)) for key in ("update", "rank")}}
+            into.append({**_shown(event), **typed, "kind": kind})
+
+    def _died(self) -> None:
+        job = self.starts[-1].get("job") if self.starts else None
+        self._count("died", {"t": self.newest, "update": self.last_update, "job": job})
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
+
+
+def _numbers(values: object) -> dict[str, float]:
+    pairs = list(values.items())[:NAMES] if isinstance(values, dict) else []
+    return {clean(name)[:60]: value for name, one in pairs if (value := number(one)) is not None}
+
+
+def _shown(value: Any) -> Any:
+    """A value of an event as something that can be shown: numbers as they are, long things cut."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list):
+        more = f", ... ({len(value):,} in all)" if len(value) > 8 else ""
+        return ", ".join(clean(one)[:80] for one in value[:8]) + more
+    if isinstance(value, dict):
+        return {clean(key)[:60]: _shown(one) for key, one in list(value.items())[:NAMES]}
+    return clean(str(value)[: 4 * TEXT])[:TEXT]
+
+
+def _no_run(path: Path, error: OSError) -> UsageError:
+    if not path.exists():
+        return UsageError(f"there is no directory {clean(path)}.", fix=["evener report runs/NAME: a run's directory"])
+    inside = sorted(one.parent for one in path.glob("*/events.jsonl"))[:5]
+    fix = [f"evener report {clean(one)}" for one in inside] or ["give the directory that Run(dir=...) made"]
+    why = clean(error.strerror or error)
+    return UsageError(f"{clean(path)} is no run directory: events.jsonl cannot be read ({why}).", fix=fix)

@@ -1,0 +1,374 @@
+"""`evener report`: one page that says what a run was, from whatever its directory holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import evener
+from evener.cli import main
+from evener.report import record as records
+from evener.report.events import KINDS, Events
+from evener.report.record import Points, Record
+
+
+def write(folder: Path, *events: dict, rank: int | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "events.jsonl" if rank is None else f"events-rank{rank}.jsonl"
+    with open(folder / name, "a", encoding="ascii") as file:
+        for event in events:
+            file.write(json.dumps({"update": None, "rank": 0, **event}) + "\n")
+    return folder
+
+
+def update(number: int, t: float, loss: object = 1.0, **more) -> dict:
+    values = {"epoch": 0, "loss": loss, "metrics": {}, "lr": 0.1, "grad_norm": 1.0, "rows_per_second": 100.0}
+    return {"t": t, "kind": "update", "update": number, **values, **more}
+
+
+def start(t: float, **more) -> dict:
+    return {"t": t, "kind": "start", "world_size": 2, "versions": {"torch": "2.13.0"}, "device": "cpu", **more}
+
+
+def told(folder: Path, capsys, *options: str) -> dict:
+    assert main(["report", str(folder), "--json", *options]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    return run
+
+
+def page_of(*folders: Path, capsys, options: tuple[str, ...] = ()) -> str:
+    target = folders[0].parent / "page.html"
+    assert main(["report", *map(str, folders), "-o", str(target), *options]) == 0
+    capsys.readouterr()
+    return target.read_text("utf-8")
+
+
+def split(**parts: float) -> dict:
+    names = ("data_wait", "host_to_device", "forward", "backward", "reduction", "optimizer", "other", "body")
+    return dict.fromkeys(names, 0.0) | parts
+
+
+def phases(t: float, number: int, updates: int, **parts: float) -> dict:
+    event = {"t": t, "kind": "phases", "update": number, "updates": updates, "measured_updates": updates}
+    return event | {"seconds": sum(parts.values()), "split": split(**parts), "memory_bytes": 100 << 20}
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.mse_loss(model(x).squeeze(1), y), {"distance": evener.Mean(total=x.abs().sum(), count=len(x))}
+
+
+def test_a_real_run_is_told_from_its_contract_to_its_command(tmp_path, capsys):
+    torch.manual_seed(0)
+    model, data = nn.Linear(4, 1), (torch.randn(64, 4), torch.randn(64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = evener.Run(model, optimizer, loss_fn, data, global_batch_size=16, dir=tmp_path / "run", max_grad_norm=2.0)
+    for epoch in run.epochs(3):
+        for _ in epoch:
+            pass
+    score = run.evaluate(data)
+    run.close()
+    capsys.readouterr()
+    one = told(run.path, capsys)
+    assert one["status"] == "finished" and one["updates"] == 12 and one["restarts"] == 0 and one["goodput"] == 1.0
+    assert one["evaluation"]["loss"] == pytest.approx(score["loss"]) and one["loss"] is not None
+    assert one["headline"].startswith("12 updates in ") and "evaluated loss" in one["headline"]
+    assert one["contract"][0].startswith("global batch 16 = 1 rank x 1 microbatch x 16")
+    fields = {field["keyword"]: field for field in one["fields"]}
+    assert fields["max_grad_norm"] == {"keyword": "max_grad_norm", "value": "2.0", "origin": "code"}
+    assert fields["seed"]["origin"] == "default"
+    assert any("bf16" in note for note in one["notes"]) or fields["precision"]["value"] != '"auto"'
+    assert sum(one["step_share"].values()) == pytest.approx(1.0) and one["ranks"][0]["own_seconds"] > 0
+    assert one["environment"]["torch"] == torch.__version__ and one["environment"]["parameters"] == 5
+    assert one["reproduce"].startswith("python ") and one["model_flops_utilization"] is None
+    text = page_of(run.path, capsys=capsys)
+    for words in ("global batch 16", "max_grad_norm", "distance", one["headline"], "wall" and "goodput", "finished"):
+        assert words in text, words
+
+
+# ---------------------------------------------------------------------------------------------------------- hostile
+
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7*7 }}{% raw %}\x1b[31mred\x1b]0;title\x07\u202e"
+
+
+class Tags(HTMLParser):
+    """Every element and attribute of a page, and what is inside its scripts."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.attributes, self.script, self.scripts = [], [], False, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.script = tag == "script"
+
+    def handle_endtag(self, tag):
+        self.script = False
+
+    def handle_data(self, data):
+        if self.script and data.strip():
+            self.scripts.append(data)
+
+
+def test_names_and_texts_of_others_are_only_ever_text(tmp_path, capsys):
+    folder = write(
+        tmp_path / "<b>run<b>",
+        start(1.0, host=HOSTILE, command=HOSTILE, job=HOSTILE, versions={HOSTILE: HOSTILE}),
+        {"t": 1.0, "kind": "contract", "line": HOSTILE},
+        {"t": 1.0, "kind": "warning", "text": HOSTILE},
+        *(update(n, 2.0 + n, metrics={HOSTILE: 0.5, "</script>": 1.0}) for n in range(3)),
+        {"t": 6.0, "kind": "evaluate", "update": 2, "metrics": {HOSTILE: 1.0}, "rows": 1, "seconds": 1.0},
+        {"t": 6.0, "kind": "bad_row", "update": 2, "row": HOSTILE, "error": HOSTILE},
+        {"t": 6.0, "kind": HOSTILE, "update": 2, HOSTILE: HOSTILE, "a b": [HOSTILE] * 100},
+        {"t": 7.0, "kind": "error", "update": 2, "type": HOSTILE, "text": HOSTILE},
+    )
+    (folder / "config.json").write_text(json.dumps({HOSTILE: {"value": HOSTILE, "origin": HOSTILE}}))
+    text = page_of(folder, folder, capsys=capsys) + page_of(folder, capsys=capsys)
+    found = Tags(text)
+    assert "img" not in found.tags and found.tags.count("script") == 6
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert not {"src", "href"} & {name for name, value in found.attributes if not (value or "").startswith("#")}
+    assert "\x1b" not in text and "\u202e" not in text and "{{ 7*7 }}" in text, "shown, and not computed"
+    data = [json.loads(script) for script in found.scripts if script.startswith("{")]
+    assert len(data) == 2 and any("</script>" in chart["title"] for chart in data[0]["charts"])
+
+
+ODD = [
+    b"",
+    b"null",
+    b"[]",
+    b'{"kind": null}',
+    b'{"kind": {"a": 1}, "t": "x"}',
+    b"[" * 100_000,
+    b'{"kind": "update", "update": "seven", "t": [], "loss": {}}',
+    b'{"kind": "update", "update": 1e400, "t": 5, "loss": 1}',
+    b'{"kind": "update", "update": 5, "t": 5, "loss": 1' + b"0" * 400 + b', "metrics": []}',
+    b'{"kind": "update", "update": 6, "t": 6, "loss": "nan", "metrics": {"a": "inf", "b": true, "c": null}}',
+    b'{"kind": "phases", "update": 6, "t": 6, "rank": "x", "split": [], "updates": {}, "measured_updates": 3}',
+    b'{"kind": "phases", "update": 6, "t": 6, "split": {"forward": "nan"}, "measured_updates": 3, "memory_bytes": "a"}',
+    b'{"kind": "checkpoint", "update": 6, "t": "nan", "path": 7, "seconds": "x"}',
+    b'{"kind": "resume", "update": 6, "t": 7, "redone_updates": "x", "checkpoint": []}',
+    b'{"kind": "skip", "t": 8, "row_ids": {"a": []}}',
+    b"\xff\xfe\x00" * 100,
+    b'{"kind": "stop", "t": 9, "upd',
+]
+
+
+def test_a_damaged_file_is_shown_as_far_as_it_goes(tmp_path, capsys):
+    folder = write(tmp_path / "run", start(1.0), update(0, 2.0, 3.0), update(1, 3.0, 2.0))
+    with open(folder / "events.jsonl", "ab") as file:
+        file.write(b"\n".join(ODD))
+    (folder / "config.json").write_bytes(b"{torn")
+    (folder / "events-rankX.jsonl").write_bytes(b"\n")
+    (folder / "events-rank3.jsonl").write_bytes(b'{"kind": "pha')
+    one = told(folder, capsys)
+    assert one["damaged_lines"] >= 5 and one["updates"] == 7 and one["fields"] == []
+    assert "could not be read" in page_of(folder, capsys=capsys)
+
+
+def test_a_run_that_still_goes_is_shown_up_to_its_newest_word(tmp_path, capsys):
+    from evener.report.folder import RunFolder
+
+    folder = RunFolder(tmp_path / "run")
+    folder.event("start", world_size=1, versions={})
+    for number in range(3):
+        point = {"epoch": 0, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "rows_per_second": 1.0}
+        folder.event("update", update=number, **point)
+    with open(tmp_path / "run" / "events.jsonl", "ab") as file:
+        file.write(b'{"kind": "upda')  # being written
+    one = told(tmp_path / "run", capsys)
+    assert one["status"] == "going" and one["updates"] == 3 and one["age_seconds"] < 60
+    assert "still going" in page_of(tmp_path / "run", capsys=capsys)
+    folder.close()
+    assert told(tmp_path / "run", capsys)["status"] == "died"
+
+
+def test_many_events_become_few_points_and_extremes_stay(tmp_path, capsys):
+    spikes = {1234: 50.0, 7890: -3.0}
+    folder = write(
+        tmp_path / "run",
+        start(0.0),
+        *(update(n, 1.0 + n, spikes.get(n, 1.0 + (n % 7) / 100)) for n in range(12_000)),
+        *({"t": 12_002.0, "kind": "skip", "update": n, "row_ids": list(range(50)), "loss": 1.0} for n in range(5_000)),
+        *({"t": 12_003.0, "kind": "warning", "text": f"note {n}"} for n in range(500)),
+    )
+    record = Record.read(folder)
+    x, y = record.points.series("loss")
+    assert len(x) <= records.POINTS and x == sorted(x) and x[0] == 0 and x[-1] == 11_999
+    assert max(y) == 50.0 and min(y) == -3.0
+    assert len(record.incidents) == 2 * records.INCIDENTS and record.counts["skip"] == 5_000
+    assert len(record.notes) <= records.NOTES + 1
+    one = told(folder, capsys)
+    assert one["skipped_updates"] == 5_000 and any("skipped" in line for line in one["findings"])
+    text = page_of(folder, capsys=capsys)
+    assert "4,801 more between these" in text and len(text) < 1_500_000  # 5,001 with its death
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_hundred_megabytes_of_events_need_little_memory(tmp_path):
+    folder = write(tmp_path / "run", start(0.0))
+    events = Events(folder / "events.jsonl")
+    for n in range(1_000):
+        events.write("bad_row", update=n, row=n, error="x" * 50_000)
+    with open(folder / "events.jsonl", "ab") as file:
+        for n in range(200_000):
+            file.write(json.dumps(update(n, float(n))).encode() + b"\n")
+        file.write(b"y" * (30 << 20))
+    assert os.path.getsize(folder / "events.jsonl") > 100 << 20
+    code = "import sys; from evener.cli import main; main(sys.argv[1:]); print(open('/proc/self/status').read())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", str(folder)], capture_output=True, text=True, check=True
+    )
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", done.stdout)
+    assert int(peak) < 200 << 10
+    assert (folder / "report.html").stat().st_size < 1 << 20
+
+
+def test_points_keep_order_and_replace_what_was_made_again():
+    points = Points(limit=8)
+    for number in (0, 1, 2, 3, 2, 3, 4):
+        points.add(number, {"loss": float(number)})
+    assert points.series("loss")[0][-3:] == [2, 3, 4] and len(points.series("loss")[0]) == 5
+    for name in range(100):
+        points.add(10 + name, {f"metric {name}": 1.0})
+    assert len(points.names) == records.NAMES
+
+
+# ------------------------------------------------------------------------------------------------------ what it means
+
+
+def test_a_death_is_an_incident_with_what_its_logs_say(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logs = tmp_path / "runs" / "logs" / "job-1"
+    logs.mkdir(parents=True)
+    (logs / "rank0.log").write_text(
+        "Traceback (most recent call last):\n"
+        '  File "/x/train.py", line 5, in <module>\n    loss.backward()\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+        " of which 1.06 GiB is free. Process 1 has 78.0 GiB memory in use. Of the allocated memory 76.00 GiB is allocated"
+        " by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated.\n"
+    )
+    folder = write(
+        tmp_path / "run",
+        start(100.0, job="job-1", cwd=str(tmp_path)),
+        *(update(n, 101.0 + n) for n in range(10)),
+        {"t": 105.0, "kind": "checkpoint", "update": 4, "path": "x/update-5", "seconds": 0.5, "blocked_seconds": 0.1},
+        start(130.0, job="job-2", cwd=str(tmp_path)),
+        {"t": 130.0, "kind": "resume", "update": 4, "checkpoint": "update-5", "redone_updates": 5},
+        *(update(n, 131.0 + n - 5, 0.5) for n in range(5, 12)),
+        {"t": 140.0, "kind": "finish", "update": 11, "updates": 12, "seconds": 9.0},
+    )
+    one = told(folder, capsys)
+    died, resumed = one["incidents"]
+    assert (died["kind"], died["update"]) == ("died", 9) and "memory" in died["why"].lower()
+    assert died["why"].startswith("The logs of its job say: ") and died["do"] is None
+    assert resumed["what"] == "from update-5; 5 updates were made again"
+    assert one["status"] == "finished" and one["restarts"] == 1 and one["redone_updates"] == 5
+    assert 0 < one["goodput"] < 1 and "1 restart" in one["headline"] and one["environment"]["starts"] == 2
+    x, y = Record.read(folder).points.series("loss")
+    assert x == list(range(12)) and y == [1.0] * 5 + [0.5] * 7, "what was made twice is shown once"
+
+
+def test_the_straggler_is_the_rank_that_works_while_others_wait(tmp_path, capsys):
+    folder = write(tmp_path / "run", start(0.0), update(0, 1.0), update(99, 10.0))
+    write(folder, phases(10.0, 99, 100, forward=2.0, backward=2.0, reduction=4.0, body=0.5))
+    write(folder, phases(10.0, 99, 100, forward=6.0, backward=2.0, reduction=0.1, data_wait=0.4), rank=1)
+    write(folder, phases(10.0, 99, 100, forward=2.1, backward=2.0, reduction=3.9, body=0.5), rank=2)
+    one = told(folder, capsys)
+    assert any(
+        line.startswith("Rank 1 is the straggler: 84 ms of own work an update, 45.5 ms") for line in one["findings"]
+    )
+    assert [round(1000 * rank["own_seconds"]) for rank in one["ranks"]] == [45, 84, 46]
+    assert one["seconds_per_update"] == pytest.approx(0.085) and one["step_share"]["reduction"] == pytest.approx(
+        4 / 8.5
+    )
+
+
+FOUND = {
+    "waits for rows 40%": [phases(9.0, 9, 10, data_wait=4.0, forward=6.0)],
+    "reductions that no backward hides": [phases(9.0, 9, 10, reduction=4.0, forward=6.0)],
+    "the loop's own body": [phases(9.0, 9, 10, body=4.0, forward=6.0)],
+    "is not finite": [update(10, 9.0, "nan")],
+    "rose again": [update(n, 9.0, 0.1 if n < 90 else 5.0) for n in range(10, 100)],
+    "kept the training waiting 56%": [
+        {"t": 9.0, "kind": "checkpoint", "update": 3, "path": "x", "seconds": 5.0, "blocked_seconds": 5.0}
+    ],
+}
+
+
+@pytest.mark.parametrize("words", FOUND)
+def test_what_stands_out_is_said_first(tmp_path, capsys, words):
+    quiet = [start(0.0), *(update(n, 0.5 + n / 2) for n in range(10))]
+    calm = told(
+        write(tmp_path / "calm", *quiet, {"t": 9.0, "kind": "finish", "update": 9, "updates": 10, "seconds": 9.0}),
+        capsys,
+    )
+    assert calm["findings"] == []
+    (line,) = told(write(tmp_path / "run", *quiet, *FOUND[words]), capsys)["findings"]
+    assert words in line
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
+    folder = write(tmp_path / "run", start(0.0), update(0, 1.0), phases(9.0, 9, 10, forward=6.0))
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"chosen": {"peak_allocated_bytes": 90 << 20, "seconds_per_update": 0.5}, "cuts": []}))
+    one = told(folder, capsys, "--plan", str(plan))
+    assert one["predicted_peak_bytes"] == 90 << 20 and one["memory_peak_bytes"] == 100 << 20
+    assert one["predicted_seconds_per_update"] == 0.5 and one["seconds_per_update"] == pytest.approx(0.6)
+    text = page_of(folder, capsys=capsys, options=("--plan", str(plan)))
+    assert "90 MiB" in text and "100 MiB" in text
+    assert told(folder, capsys)["predicted_peak_bytes"] is None
+
+
+def test_words_are_for_kinds_that_exist():
+    import tomllib
+
+    words = tomllib.loads(resources.files("evener.report").joinpath("incidents.toml").read_text("utf-8"))
+    assert set(words) - {"died"} <= set(KINDS) and all({"title", "what", "why"} <= set(one) for one in words.values())
+    assert not set(words) & records.ORDINARY
+
+
+def test_the_vendored_library_is_what_its_note_says():
+    import hashlib
+
+    folder = resources.files("evener.report").joinpath("vendor")
+    note = folder.joinpath("VENDORED.txt").read_text("utf-8")
+    for name in ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE"):
+        assert f"{hashlib.sha256(folder.joinpath(name).read_bytes()).hexdigest()}  {name}" in note
+
+
+# ----------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_mistakes_get_one_clear_error(tmp_path, capsys):
+    folder = write(tmp_path / "runs" / "digits", start(0.0))
+    bad = tmp_path / "bad.json"
+    bad.write_text("[]")
+    cases = [
+        (["report"], "RUN_DIR"),
+        (["report", str(tmp_path / "none")], "there is no directory"),
+        (["report", str(tmp_path / "runs")], f"fix: evener report {folder}"),
+        (["report", str(bad)], "is no run directory"),
+        (["report", str(folder), "--plan", str(bad)], "is not what `evener plan --json` prints"),
+        (["report", str(folder), "--plan", str(tmp_path / "no.json")], "No such file"),
+    ]
+    for argv, words in cases:
+        assert main(argv) == 2, argv
+        assert words in capsys.readouterr().err, argv
+    assert main(["report", str(folder), "-o", str(tmp_path / "no" / "page.html")]) == 1
+    assert "cannot be written: No such file" in capsys.readouterr().err
