@@ -31,6 +31,7 @@ _WHERE = {
     "spawn": "evener.dist.spawn",
     "comm": "evener.dist",
     "explain_error": "evener.explain",
+    "make_plan": "evener.run.capture",
 }
 
 __all__ = ["EvenerError", "__version__", *_WHERE]  # noqa: PLE0604  the lazy names are strings too
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from evener.run import Epoch as Epoch
     from evener.run import Run as Run
     from evener.run import Stopped as Stopped
+    from evener.run.capture import make_plan as make_plan
 
 
 def __getattr__(name: str) -> object:

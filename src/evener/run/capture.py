@@ -21,19 +21,21 @@ import sys
 import traceback
 from contextvars import ContextVar
 from dataclasses import asdict
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from evener import batch as batches
-from evener.config import Config
+from evener.config import Config, ConfigFile, RunKeywords
 from evener.data import Cursor, make_feed, source_of
 from evener.engine import batchnorm as bn
 from evener.engine.setup import by_name, decide_batch
-from evener.errors import EvenerError
+from evener.errors import EvenerError, UsageError
 from evener.plan.captured import Captured
-from evener.plan.values import Cut
+from evener.plan.make import calibrated, machine_of, make
+from evener.plan.search import Plan
+from evener.plan.values import Cut, Trace
 
 if TYPE_CHECKING:
     from evener.measure.trace import Step
@@ -106,6 +108,42 @@ def serve(config: Config, model: Any, optimizer: Any, loss_fn: Any, dataset: Any
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing of the script runs after its Run, no exit handler either
+
+
+def make_plan(
+    model: Any,
+    optimizer: Any,
+    loss_fn: Any,
+    dataset: Any,
+    *,
+    gpu: str | None = None,
+    gpus: str | None = None,
+    cpu: bool = False,
+    nproc: int | None = None,
+    nodes: int = 1,
+    **keywords: Unpack[RunKeywords],
+) -> Plan:
+    """What `evener plan` finds, for objects at hand: a frozen `Plan` with its reasons. Nothing of them is changed.
+
+    Each trace runs in a copy of this process (a fork), so call it before CUDA is used and before a process group is
+    made. Communicates nothing.
+
+    Args:
+        model, optimizer, loss_fn, dataset, keywords: As for `Run`.
+        gpu, gpus, cpu, nproc, nodes: As the options of `evener plan`; none of them: this machine.
+
+    Raises:
+        EvenerError: a wrong keyword or name; a step that cannot be traced, with the line.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise UsageError("make_plan() comes before the process group.", fix=["plan first, or use `evener plan`"])
+    machine = calibrated(machine_of(gpu=gpu, recorded=gpus, cpu=cpu, nproc=nproc, nodes=nodes))
+    step, captured = _look(Config.merge(keywords, ConfigFile.find()), model, optimizer, loss_fn, dataset, ())
+
+    def trace(cut: Cut) -> Trace:
+        return step.trace_forked(cut, device=machine.device, capability=machine.capability)
+
+    return make(trace, captured, machine)
 
 
 def _answer(step: Step, asked: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,235 @@
+"""`evener plan` and make_plan(): the cut that is chosen fits, is the best of those that do, and reaches the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import evener
+from evener import facts
+from evener.cli import main
+from evener.cli.plan import page
+from evener.config import Config
+from evener.errors import ShortageError, UsageError
+from evener.gpus.values import Gpu, Link, Snapshot, to_json
+from evener.plan import make as making
+from evener.plan import search
+from evener.plan.captured import Captured
+from evener.plan.clock import Machine
+from evener.plan.values import Alloc, Cut, Free, Op, Trace
+
+GIB = 1 << 30
+H100 = facts.named("H100-80GB")
+KEPT = {"none": 1.0, "selective": 0.5, "full": 0.2}
+COST = {"none": 1.0, "selective": 1.1, "full": 1.3}
+
+
+def captured(**more: object) -> Captured:
+    words = {"global_batch_size": 64, "rows": 1000, "row_bytes": 0, "parameters": 1, "trainable": 1}
+    return Captured(**{**words, "parameter_bytes": 4, "buffer_bytes": 0, **more})
+
+
+def machine(gpus: int = 1, gib: float = 80, **more: object) -> Machine:
+    return Machine("cuda", f"{gpus} x H100-80GB", int(gib * GIB), "a test", gpus, kind=H100, **more)
+
+
+def model(state_gib: float, activation_gib: float):
+    """Traces of a model with so much of parameters and states, and so much of activations a row."""
+
+    def trace(cut: Cut) -> Trace:
+        shards = cut.world_size if cut.strategy == "fsdp" else 1
+        kept = activation_gib * cut.microbatch_size * KEPT[cut.activation_checkpointing]
+        flops = int(1e12 * cut.microbatch_size * COST[cut.activation_checkpointing])
+        start = [Alloc(0, int(state_gib * GIB / shards), "parameter", "layers.0", "start")]
+        update = []
+        for piece in range(min(2, cut.microbatches)):
+            update += [
+                Alloc(1 + piece, int(kept * GIB), "activation", "layers.0", "forward"),
+                Op("aten.mm.default", "forward", flops, 1 << 20, 1 << 20, "bfloat16", (1, 2, 3, 4)),
+                Free(1 + piece, "backward"),
+            ]
+        pieces = min(2, cut.microbatches)
+        events = (*start, *update, *(dataclasses.replace(e, id=e.id + 9) if hasattr(e, "id") else e for e in update))
+        marks = (1, 1 + len(update))
+        return Trace(cut, events, marks, capability=(9, 0), pieces=pieces, rows=pieces * cut.microbatch_size)
+
+    return trace
+
+
+def test_what_fits_whole_is_not_cut():
+    plan = making.make(model(10, 0.5), captured(), machine(), neighbours=False)
+    assert plan.chosen.cut == Cut("single", "bf16", microbatch_size=64)
+    assert plan.chosen.verdict == "fits" and plan.chosen.high_bytes <= plan.capacity_bytes
+    assert plan.keywords == {"strategy": "single", "precision": "bf16"}
+
+
+def test_less_memory_means_smaller_microbatches_before_anything_slower():
+    plan = making.make(model(10, 2.0), captured(), machine(), neighbours=False)
+    chosen = plan.chosen.cut
+    assert chosen.activation_checkpointing == "none" and chosen.microbatch_size < 64
+    assert chosen.microbatches * chosen.microbatch_size >= 64
+    assert plan.keywords["microbatch_size"] == chosen.microbatch_size
+
+
+def test_where_no_microbatch_fits_the_model_is_recomputed_or_sharded():
+    one_row = model(10, 300.0)  # a single row's activations are larger than the device
+    assert making.make(one_row, captured(), machine(), neighbours=False).chosen.cut.activation_checkpointing == "full"
+    sharded = making.make(model(200, 0.1), captured(), machine(4), neighbours=False)
+    assert sharded.chosen.cut.strategy == "fsdp"
+    assert all(row.verdict == "does not fit" for row in sharded.rows if row.cut.strategy == "ddp")
+
+
+def test_nothing_fits_is_said_and_not_chosen():
+    plan = making.make(model(200, 1.0), captured(), machine(), neighbours=False)
+    assert plan.chosen is None and plan.keywords == {}
+    assert "no cut fits" in plan.because and any("the smallest cut needs" in line for line in plan.because)
+    text = "\n".join(page(plan, captured()))
+    assert "no cut of this step fits" in text and "does not fit" in text
+
+
+@pytest.mark.parametrize("gib, verdict", [(22.0, "does not fit"), (24.0, "tight"), (40.0, "fits")])
+def test_the_verdict_keeps_the_margin_that_published_runs_ask_for(gib, verdict):
+    # 23 GiB reserved and half a GiB of context; published runs reserved up to 9 % more than the replay
+    row = search.price(model(23, 0.0)(Cut(precision="bf16", microbatch_size=64)), machine(gib=gib), captured())
+    assert row.verdict == verdict
+    assert row.peak_allocated_bytes <= row.peak_reserved_bytes < row.device_total_bytes < row.high_bytes
+    assert row.low_bytes <= row.device_total_bytes
+
+
+def test_what_the_script_decides_stays():
+    given = {"activation_checkpointing": {"value": "full", "origin": "code"}}
+    given |= {"microbatch_size": {"value": 4, "origin": "flag"}, "strategy": {"value": "auto", "origin": "code"}}
+    plan = making.make(model(1, 0.1), captured(given=given), machine(2), neighbours=False)
+    assert {row.cut.activation_checkpointing for row in plan.rows} == {"full"}
+    assert {row.cut.microbatch_size for row in plan.rows} == {4}
+    assert {row.cut.strategy for row in plan.rows} == {"ddp", "fsdp"}
+    assert "activation_checkpointing" not in plan.keywords and plan.keywords["strategy"] == "ddp"
+    assert any("is the script's (flag)" in line for line in plan.because)
+    sliced = making.make(model(1, 0.1), captured(slice_size=8, exact=True), machine(2), neighbours=False)
+    assert {row.cut.microbatch_size for row in sliced.rows} == {8} and "microbatch_size" not in sliced.keywords
+
+
+def test_more_ranks_than_rows_are_refused():
+    with pytest.raises(UsageError, match="80 ranks for a global batch of 64 rows"):
+        making.make(model(1, 0.1), captured(), machine(80))
+
+
+def test_one_more_and_one_less_are_told_and_the_page_is_100_columns_wide():
+    plan = making.make(model(30, 1.0), captured(), machine(2))
+    assert [line.split(":")[0] for line in plan.neighbours] == ["3 GPUs", "1 GPU"]
+    lines = list(page(plan, captured(), everything=True))
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("global batch 64 = 2 ranks x 1 microbatch x 32 · bf16")
+    assert sum(line.startswith("> ") for line in lines) == 1
+
+
+def test_machines_by_name_by_recording_and_wrongly(tmp_path):
+    assert making.machine_of(gpu="4090", nproc=4).name == "4 x RTX-4090"
+    with pytest.raises(UsageError, match="exclude each other"):
+        making.machine_of(gpu="4090", cpu=True)
+    with pytest.raises(UsageError, match="--nproc 0"):
+        making.machine_of(gpu="4090", nproc=0)
+    gpus = [
+        Gpu(i, f"GPU-{i}", "NVIDIA A100-SXM4-40GB", memory_total_bytes=40 * GIB, memory_reserved_bytes=GIB,
+            compute_capability="8.0") for i in range(4)
+    ]  # fmt: skip
+    gpus.append(Gpu(4, "GPU-4", "Tesla T4", memory_total_bytes=15 * GIB))
+    links = tuple(Link(a, b, "node", nvlinks=12) for a in range(4) for b in range(a))
+    file = tmp_path / "recorded.json"
+    file.write_text(json.dumps(to_json(Snapshot(source="nvml", gpus=tuple(gpus), links=links))))
+    found = making.machine_of(recorded=str(file))
+    assert (found.gpus, found.kind.name, found.nvlink, found.capability) == (4, "A100-40GB", True, (8, 0))
+    assert found.capacity_bytes == 39 * GIB  # what the driver keeps is not ours
+    with pytest.raises(ShortageError, match="has 4 x NVIDIA A100-SXM4-40GB, and 5 are asked for"):
+        making.machine_of(recorded=str(file), nproc=5)
+    cpu = making.machine_of(cpu=True, nproc=2)
+    assert cpu.device == "cpu" and 0 < cpu.capacity_bytes < 1 << 45
+
+
+def test_a_plan_fills_what_is_open_and_nothing_else():
+    code = {"global_batch_size": 64, "strategy": "auto", "precision": "fp32"}
+    config = Config.merge(code, plan={"strategy": "fsdp", "precision": "bf16", "microbatch_size": 8})
+    assert (config.strategy, config.precision, config.microbatch_size) == ("fsdp", "fp32", 8)
+    assert config.origins["strategy"] == config.origins["microbatch_size"] == "plan"
+
+
+def test_a_broken_plan_file_is_one_error(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    (tmp_path / "train.py").touch()
+    for text, why in (("{}", "is no plan"), ("[", "is no plan")):
+        file.write_text(text)
+        assert main(["run", "--dry-run", "--cpu", "--plan", str(file), str(tmp_path / "train.py")]) == 2
+        assert why in capsys.readouterr().err
+    plan = making.make(model(1, 0.1), captured(), machine(2), neighbours=False)
+    file.write_text(json.dumps(plan.to_json()))
+    asked = ["run", "--dry-run", "--cpu", "--plan", str(file)]
+    assert main([*asked, "--nproc", "3", str(tmp_path / "train.py")]) == 2
+    assert "is a plan for 2 processes, not 3" in capsys.readouterr().err
+    assert main([*asked, str(tmp_path / "train.py")]) == 0
+    assert '"decided": {"strategy": "ddp", "precision": "bf16"}' in capsys.readouterr().out
+
+
+def step_of_a_user():
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(3)))
+    rows = torch.randn(100, 64), torch.randint(64, (100,))
+    return net, torch.optim.AdamW(net.parameters()), lambda m, b: F.cross_entropy(m(b[0]), b[1]), rows
+
+
+def test_make_plan_on_objects_at_hand_leaves_them_alone():
+    net, optimizer, loss_fn, rows = step_of_a_user()
+    before = [parameter.clone() for parameter in net.parameters()]
+    words = {"strategy": "single", "activation_checkpointing": "none", "precision": "bf16"}
+    plan = evener.make_plan(net, optimizer, loss_fn, rows, gpu="H100-80GB", global_batch_size=32, **words)
+    assert plan.chosen.cut == Cut("single", "bf16", microbatch_size=32) and plan.chosen.how == "traced"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.chosen = None
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters())) and not optimizer.state
+    with pytest.raises(UsageError, match="Run has no keyword 'gpuss'"):
+        evener.make_plan(net, optimizer, loss_fn, rows, global_batch_size=32, gpuss="x")
+
+
+SCRIPT = """
+import torch, evener
+from torch.nn import functional as F
+net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+rows = torch.randn(100, 64), torch.randint(10, (100,))
+run = evener.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda m, b: F.cross_entropy(m(b[0]), b[1]), rows,
+                 global_batch_size=32)
+for update in run.updates(updates=2):
+    pass
+"""
+
+
+def evener_(*words: str, cwd) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "evener", *words], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_from_a_script_to_a_plan_to_a_run(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["--set", "activation_checkpointing=none", "--set", "strategy=single"]
+    planned = evener_("plan", "--cpu", "--json", *words, "train.py", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    (row,) = plan["cuts"]
+    contract = (
+        "strategy precision activation_checkpointing saved_activations microbatch_size world_size verdict at_peak"
+    )
+    contract += " peak_allocated_bytes peak_reserved_bytes device_total_bytes low_bytes high_bytes seconds_per_update"
+    assert set(contract.split()) <= set(row) and row == plan["chosen"]
+    assert row["verdict"] == "fits" and row["seconds_per_update"] is None
+    assert not (tmp_path / "runs").exists()
+    plan["keywords"]["microbatch_size"] = 8  # as a tighter machine would have been told
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    ran = evener_("run", "--cpu", "--plan", "plan.json", "train.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "global batch 32 = 1 rank x 4 microbatches x 8" in ran.stdout + ran.stderr
+    config = json.loads((tmp_path / "runs" / "train" / "config.json").read_text())
+    assert config["microbatch_size"] == {"value": 8, "origin": "plan"}
