@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -132,6 +133,31 @@ def fates_in(logs: str) -> list[Fate]:
     ]
 
 
+def gpus_then(logs: str) -> list[str]:
+    """What the driver said about the GPUs when the first rank failed; about a lost one, what it says now.
+
+    Commands of other processes are left out: whatever text is in them must not be read as a message.
+    """
+    from evener.gpus import look_at_gpus, read_recording
+    from evener.gpus.look import size
+
+    then, lines = None, []
+    with contextlib.suppress(UsageError):  # nobody asked, or the driver gave no answer
+        then = read_recording(os.path.join(logs, "gpus.json"))
+    for gpu in (then or look_at_gpus(os.environ)).gpus:
+        name = f"NVML: GPU {gpu.index}" + ("" if gpu.slot is None else f" (cuda:{gpu.slot})")
+        if gpu.error or gpu.health.remapped_rows_failed:
+            lines.append(f"{name}: {gpu.error or 'row remapping failed'}")
+        elif then and gpu.slot is not None and gpu.memory_used_bytes is not None and gpu.memory_total_bytes is not None:
+            lines.append(
+                f"{name}: {size(gpu.memory_used_bytes)} of {size(gpu.memory_total_bytes)} taken at the failure"
+            )
+            for one in gpu.processes or ():
+                held = "an unknown amount" if one.memory_bytes is None else size(one.memory_bytes)
+                lines.append(f"{name}: process {one.pid} of {one.user or 'somebody'} holds {held}")
+    return lines
+
+
 def ends_in(logs: str) -> list[RankEnd]:
     """The records of `evener run` in a log folder, in rank order."""
     from evener.launch.records import read_ends
@@ -165,7 +191,7 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
 
     language = preferred_language()
     try:
-        fates, kernel = fates_in(logs), testimony(started, kills, logs)
+        fates, kernel = fates_in(logs), testimony(started, kills, logs, gpus_then(logs))
         answer = explain_selections([*read_folder(logs), kernel], language, fates)
         with open(os.path.join(logs, "kernel.log"), "w", encoding="utf-8") as file:  # for `evener explain`, later
             file.writelines(f"{line.text}\n" for line in kernel.lines)

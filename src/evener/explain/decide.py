@@ -20,6 +20,7 @@ LATE = STAGES.index("messenger")
 def memory(match: Match, facts: Facts) -> bool:
     verdict = oom.decide(match.flat, match.raised, facts)
     match.become(verdict.kind)
+    match.stage = min(match.stage, STAGES.index("failure"))  # a kind may be a mere condition where no message says so
     match.sub, match.confidence, match.alternatives = verdict.sub, verdict.confidence, verdict.alternatives
     match.values |= verdict.values
     if device := re.search(r"GPU (\d+)\b", match.flat):

@@ -9,6 +9,7 @@ import contextlib
 import glob
 import os
 import re
+from collections.abc import Sequence
 
 from evener.explain.read import Raw, Selection
 
@@ -41,8 +42,8 @@ def kernel_messages(since_seconds: float) -> list[str] | None:
     return found
 
 
-def testimony(since_seconds: float, kills_before: int | None, folder: str) -> Selection:
-    """All of it as a text of its own, to be read with the logs of a run that has just failed."""
+def testimony(since_seconds: float, kills_before: int | None, folder: str, more: Sequence[str] = ()) -> Selection:
+    """All of it as a text of its own, to be read with the logs of a run that has just failed; `more` lines at its end."""
     said = Selection("kernel")
     messages, kills = kernel_messages(since_seconds), oom_kills()
     lines = [f"kernel: {text}" for text in messages or ()]
@@ -54,5 +55,5 @@ def testimony(since_seconds: float, kills_before: int | None, folder: str) -> Se
         disk = os.statvfs(folder)
         if disk.f_bavail * disk.f_frsize < 1 << 16:
             lines.append(f"kernel: No space left on device: '{folder}'")
-    said.lines = [Raw("kernel", number, line) for number, line in enumerate(lines, 1)]
+    said.lines = [Raw("kernel", number, line) for number, line in enumerate([*lines, *more], 1)]
     return said

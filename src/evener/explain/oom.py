@@ -83,12 +83,26 @@ def foreign(text: str, f: dict[str, float]) -> tuple[float, list[str]]:
     return sum(size for _, size in held), [pid for pid, _ in held]
 
 
+def _by_the_driver(text: str, raised: Raised | None, facts: Facts) -> tuple[float, list[str]]:
+    """The same of the message's GPU, out of the lines that `evener run` left; nothing where the own process is unknown."""
+    rank = raised.lines[-1].rank if raised is not None else None
+    device, fate = re.search(r"GPU (\d+)\b", text), facts.fates.get(-1 if rank is None else rank)
+    if device is None or fate is None:
+        return 0.0, []
+    line = rf"NVML: GPU \d+ \(cuda:{device[1]}\): process (\d+) of .* holds ([\d.]+) ([KMG]iB)"
+    held = [(pid, float(size) * _UNIT[unit.lower()]) for pid, size, unit in re.findall(line, facts.everything)]
+    held = [one for one in held if one[0] != str(fate.pid)]
+    return sum(size for _, size in held), [pid for pid, _ in held]
+
+
 def decide(text: str, raised: Raised | None, facts: Facts) -> Verdict:
     """Which kind of out-of-memory this message is."""
     f = figures(text)
     code = raised.code if raised else ""
     everything = facts.everything
     others, pids = foreign(text, f)
+    if not pids:  # an older message, or a container that hides them: what the driver said when the rank failed
+        others, pids = _by_the_driver(text, raised, facts)
     request, free, total = f.get("request"), f.get("free"), f.get("total")
     allocated, spare = f.get("allocated"), f.get("unallocated", 0.0)
     values = {name: shown(value) for name, value in f.items()}

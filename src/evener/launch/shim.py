@@ -15,6 +15,7 @@ writes both into its own log file. `cpus` are those that each rank is bound to.
 The record is `rank<N>.json` in the log folder: {"rank", "pid", "started"} at the start, with "ended" added at the end.
 An uncaught exception is recorded as soon as it leaves the script, before exit handlers, thread joins and process-group
 destruction, which may take long or fail themselves: what counts is the time order between ranks.
+The first rank that fails on GPUs has `evener gpus` write beside it who held what at that moment (`gpus.json`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +40,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 # A real-time signal: USR1 and USR2 are requests for a checkpoint, and belong to the user.
+GPU_SECONDS = 10  # how long a failed rank waits for the driver at most
 STACK_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
 
 
@@ -287,6 +290,7 @@ class Record:
         self.end(how, code, [describe(one) for one in chain])
         if how == "exception":
             self.ask_others()
+            self.look_at_gpus()
         self.tell_torch(error)
 
     def ask_others(self) -> None:
@@ -310,6 +314,20 @@ class Record:
             self.values["ended"]["others"] = states
             self.write()
             time.sleep(0.1)  # a stack is written in a millisecond; a stopped process writes none
+
+    def look_at_gpus(self) -> None:
+        """`gpus.json`: who holds what on every GPU, read before this process gives its own back. The first to fail asks.
+
+        By a process of its own: a driver that hangs must not keep the rank, and nothing is imported into it.
+        """
+        path = os.path.join(os.path.dirname(self.path), "gpus.json")
+        if not os.environ.get("CUDA_VISIBLE_DEVICES") or os.path.exists(path):
+            return
+        command = [sys.executable, "-P", "-m", "evener", "gpus", "--record", path]
+        quiet = subprocess.DEVNULL
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            open(path, "x").close()  # noqa: SIM115  (others see that somebody asks)
+            subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=GPU_SECONDS, check=False)
 
     def tell_torch(self, error: BaseException) -> None:
         """The same for torch's agent, in its own format, unless the script's `@record` did it already."""
