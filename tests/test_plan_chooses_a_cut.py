@@ -53,6 +53,7 @@ def model(state_gib: float, activation_gib: float):
                 Alloc(1 + piece, int(kept * GIB), "activation", "layers.0", "forward"),
                 Op("aten.mm.default", "forward", flops, 1 << 20, 1 << 20, "bfloat16", (1, 2, 3, 4)),
                 Free(1 + piece, "backward"),
+                Op("aten.mm.default", "backward", 2 * flops, 1 << 20, 1 << 20, "bfloat16", (1, 2, 3, 4)),
             ]
         pieces = min(2, cut.microbatches)
         events = (*start, *update, *(dataclasses.replace(e, id=e.id + 9) if hasattr(e, "id") else e for e in update))

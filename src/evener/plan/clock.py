@@ -184,7 +184,7 @@ def _update(trace: Trace, machine: Machine, pace: Pace, tf32: bool) -> tuple[flo
     times = [_piece(events, cut, machine, kind, pace, tf32, parts) for events in pieces]
     total = sum(times)
     if cut.microbatches > trace.pieces:
-        repeated = times[max(0, trace.pieces - 2)]
+        repeated = times[-2] if len(times) > 1 else times[0] / trace.pieces
         total += (cut.microbatches - trace.pieces) * repeated
         parts["repeated microbatches"] = (cut.microbatches - trace.pieces) * repeated
     return total, parts
