@@ -43,7 +43,7 @@ def kernel_messages(since_seconds: float) -> list[str] | None:
 
 
 def testimony(since_seconds: float, kills_before: int | None, folder: str, more: Sequence[str] = ()) -> Selection:
-    """All of it as a text of its own, to be read with the logs of a run that has just failed; `more` lines at its end."""
+    """All of it, and `more`, as a text of its own, to be read with the logs of a run that has just failed."""
     said = Selection("kernel")
     messages, kills = kernel_messages(since_seconds), oom_kills()
     lines = [f"kernel: {text}" for text in messages or ()]

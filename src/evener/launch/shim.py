@@ -316,7 +316,7 @@ class Record:
             time.sleep(0.1)  # a stack is written in a millisecond; a stopped process writes none
 
     def look_at_gpus(self) -> None:
-        """`gpus.json`: who holds what on every GPU, read before this process gives its own back. The first to fail asks.
+        """`gpus.json`: who holds what on every GPU, read while this process has its own. The first to fail asks.
 
         By a process of its own: a driver that hangs must not keep the rank, and nothing is imported into it.
         """
@@ -326,7 +326,7 @@ class Record:
         command = [sys.executable, "-P", "-m", "evener", "gpus", "--record", path]
         quiet = subprocess.DEVNULL
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            open(path, "x").close()  # noqa: SIM115  (others see that somebody asks)
+            open(path, "x").close()  # others see that somebody asks
             subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=GPU_SECONDS, check=False)
 
     def tell_torch(self, error: BaseException) -> None:
