@@ -129,12 +129,15 @@ def test_a_lint_rule_has_its_page_under_the_same_verb(capsys):
     name = rules.ALL[0].id
     assert main(["explain", name]) == 0
     assert capsys.readouterr().out.startswith(lint.page(name)[:20])
+    assert main(["explain", name, "--lang", "zh"]) == 0
+    assert capsys.readouterr().out.rstrip() == lint.page(name, "zh").rstrip() != lint.page(name).rstrip()
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
         (["oom-capcity"], ["oom-capcity is no file, and no kind of failure.", "fix: evener explain oom-capacity"]),
+        (["clip-before-unscal"], ["fix: evener explain clip-before-unscale"]),
         (["none.log"], ["none.log is no file", "evener explain --list"]),
         (["--lang", "fr", "x"], ["--lang", "evener explain --help"]),
         (["--jsno"], ["--jsno", "evener explain --help"]),

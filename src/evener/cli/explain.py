@@ -263,23 +263,15 @@ def page(name: str, language: str) -> dict[str, Any]:
     kinds = all_kinds()
     if name in kinds:
         return page_of(kinds[name], language)
-    rule = lint_page(name)
+    from evener import lint
+    from evener.lint import rules
+
+    rule = lint.page(name, language)
     if rule is not None:
-        return rule
-    close = nearest(name, kinds)
+        return {"kind": name, "text": rule}
+    close = nearest(name, [*kinds, *(one.id for one in rules.ALL)])
     fix = [f"evener explain {close}"] if close else []
     raise UsageError(f"{name} is no file, and no kind of failure.", fix=[*fix, "evener explain --list shows the kinds"])
-
-
-def lint_page(name: str) -> dict[str, Any] | None:
-    """The page of a rule of `evener lint`: the one place where this verb asks the linter."""
-    import importlib
-    import importlib.util
-
-    if importlib.util.find_spec("evener.lint") is None:
-        return None
-    found = importlib.import_module("evener.lint").page(name)
-    return None if found is None else {"kind": name, "text": found}
 
 
 def page_text(value: dict[str, Any]) -> str:

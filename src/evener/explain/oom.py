@@ -84,7 +84,7 @@ def foreign(text: str, f: dict[str, float]) -> tuple[float, list[str]]:
 
 
 def _by_the_driver(text: str, raised: Raised | None, facts: Facts) -> tuple[float, list[str]]:
-    """The same of the message's GPU, out of the lines that `evener run` left; () where the own process is unknown."""
+    """The same of the message's GPU, out of the lines that `evener run` left; none if the own process is unknown."""
     rank = raised.lines[-1].rank if raised is not None else None
     device, fate = re.search(r"GPU (\d+)\b", text), facts.fates.get(-1 if rank is None else rank)
     if device is None or fate is None:

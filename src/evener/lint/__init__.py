@@ -10,11 +10,11 @@ from evener.lint.engine import Options, Report, lint
 from evener.lint.rule import Finding
 
 
-def page(rule: str) -> str | None:
-    """The page of a rule as `evener explain RULE` prints it; None where no rule has this id."""
+def page(rule: str, language: str = "en") -> str | None:
+    """The page of a rule as `evener explain RULE` prints it ("en" or "zh"); None where no rule has this id."""
     from evener.lint.pages import page_of
 
-    return page_of(rule)
+    return page_of(rule, language)
 
 
 __all__ = ["Finding", "Options", "Report", "lint", "page"]

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+import tomllib
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 from evener.lint import rules
 from evener.lint.rule import LEVELS, Rule, read
 
 
-def page_of(name: str) -> str | None:
+@cache
+def chinese() -> dict[str, dict[str, str]]:
+    """zh.toml: the fixed words, and per rule what is wrong and what to write."""
+    return tomllib.loads(Path(__file__).with_name("zh.toml").read_text("utf-8"))
+
+
+def page_of(name: str, language: str = "en") -> str | None:
     rule = next((one for one in rules.ALL if one.id == name), None)
     if rule is None:
         return None
     told = read(rule)
-    lines = [f"{rule.id}  ({rule.level}, theme {rule.theme})", "", told.title, *(["", told.why] if told.why else [])]
-    lines += ["", "wrong:", textwrap.indent(told.bad, "    ").rstrip()]
-    lines += ["", "right:", textwrap.indent(told.good, "    ").rstrip()]
-    if told.fixed != told.good:
-        lines += ["", "what --fix makes of it:", textwrap.indent(told.fixed, "    ").rstrip()]
-    lines += ["", f"fix: {rule.fix}", f"silence one line: # evener: ignore[{rule.id}]"]
-    return "\n".join(lines) + "\n"
+    why, fix = [told.title, *(["", told.why] if told.why else [])], rule.fix
+    say = {"theme": "theme", "wrong": "wrong", "right": "right", "fixed": "what --fix makes of it", "fix": "fix"}
+    say |= {rule.level: rule.level, "silence": "silence one line"}
+    if language == "zh":
+        own, say = chinese()[rule.id], chinese()["words"]
+        why, fix = [own["wrong"]], own["fix"]
+    lines = [f"{rule.id}  ({say[rule.level]}, {say['theme']} {rule.theme})", "", *why]
+    blocks = {"wrong": told.bad, "right": told.good} | ({"fixed": told.fixed} if told.fixed != told.good else {})
+    for word, code in blocks.items():
+        lines += ["", f"{say[word]}:", textwrap.indent(code, "    ").rstrip()]
+    return "\n".join([*lines, "", f"{say['fix']}: {fix}", f"{say['silence']}: # evener: ignore[{rule.id}]"]) + "\n"
 
 
 def document() -> str:
