@@ -157,7 +157,7 @@ class Record:
             return None
         worst = max(own, key=lambda rank: own[rank])
         usual = statistics.median(seconds for rank, seconds in own.items() if rank != worst)
-        return (worst, own[worst], usual) if own[worst] > 1.15 * usual else None
+        return (worst, own[worst], usual) if own[worst] > 1.25 * usual else None
 
     def _taken(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for event in events:
@@ -189,6 +189,7 @@ class Record:
             known = _numbers({name: event.get(name) for name in KNOWN_CURVES})
             values = {**known, **{n: one for n, one in _numbers(event.get("metrics")).items() if n not in known}}
             {"update": self.points, "epoch": self.epochs, "evaluate": self.evaluations}[kind].add(update, values)
+        if update is not None and kind in ("update", "epoch", "evaluate", "phases", "stop", "finish"):
             self.last_update = update
 
     def _count(self, kind: str, event: dict[str, Any]) -> None:

@@ -26,7 +26,18 @@ PHASES = {
     "body": "loop body, saving",
 }
 _WAITS, _REDUCES, _BODY, _BLOCKED, _SKIPS = 0.10, 0.25, 0.25, 0.05, 0.01  # shares from which they are worth a word
-_ENVIRONMENT = ("device", "device_name", "world_size", "parameters", "host", "system", "cpus", "python", "commit")
+_ENVIRONMENT = (
+    "device",
+    "device_name",
+    "world_size",
+    "parameters",
+    "host",
+    "system",
+    "cpus",
+    "python",
+    "cwd",
+    "commit",
+)
 
 
 def summary(record: Record, predicted: Mapping[str, Any] | None, explained: Mapping[str, str]) -> dict[str, Any]:
