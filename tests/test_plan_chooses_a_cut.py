@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -163,10 +164,10 @@ def test_a_plan_fills_what_is_open_and_nothing_else():
 def test_a_broken_plan_file_is_one_error(tmp_path, capsys):
     file = tmp_path / "plan.json"
     (tmp_path / "train.py").touch()
-    for text, why in (("{}", "is no plan"), ("[", "is no plan")):
+    for text in ("{}", "[", '{"chosen": {}}'):
         file.write_text(text)
         assert main(["run", "--dry-run", "--cpu", "--plan", str(file), str(tmp_path / "train.py")]) == 2
-        assert why in capsys.readouterr().err
+        assert "is no plan" in capsys.readouterr().err
     plan = making.make(model(1, 0.1), captured(), machine(2), neighbours=False)
     file.write_text(json.dumps(plan.to_json()))
     asked = ["run", "--dry-run", "--cpu", "--plan", str(file)]
@@ -208,9 +209,8 @@ for update in run.updates(updates=2):
 
 
 def evener_(*words: str, cwd) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "evener", *words], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+    command, home = [sys.executable, "-m", "evener", *words], {**os.environ, "HOME": str(cwd)}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=home)
 
 
 def test_from_a_script_to_a_plan_to_a_run(tmp_path):
@@ -232,5 +232,14 @@ def test_from_a_script_to_a_plan_to_a_run(tmp_path):
     ran = evener_("run", "--cpu", "--plan", "plan.json", "train.py", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "global batch 32 = 1 rank x 4 microbatches x 8" in ran.stdout + ran.stderr
-    config = json.loads((tmp_path / "runs" / "train" / "config.json").read_text())
+    config, events = (tmp_path / "runs" / "train" / name for name in ("config.json", "events.jsonl"))
+    config, events = json.loads(config.read_text()), [json.loads(line) for line in events.read_text().splitlines()]
     assert config["microbatch_size"] == {"value": 8, "origin": "plan"}
+    (peak,) = [event for event in events if event["kind"] == "peak"]
+    assert (
+        peak["predicted_bytes"] == row["device_total_bytes"]
+        and 0.3 < peak["real_bytes"] / row["device_total_bytes"] < 3
+    )
+    assert "peak memory" in ran.stdout + ran.stderr
+    kept = json.loads((tmp_path / ".cache" / "evener" / "peaks.jsonl").read_text())
+    assert kept == {"kind": "cpu", "predicted_bytes": peak["predicted_bytes"], "real_bytes": peak["real_bytes"]}

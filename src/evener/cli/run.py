@@ -234,11 +234,12 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         check_script(script)
     else:
         raise UsageError("evener run: which script?", fix=["evener run SCRIPT [ARGS ...], or -m MODULE; --help"])
-    nproc, decided = None if given.nproc is None else to_count(given.nproc), {}
+    nproc = None if given.nproc is None else to_count(given.nproc)
+    planned: dict[str, Any] = {}
     if given.plan is not None:
         from evener.plan.make import read_plan_file
 
-        decided, ranks = read_plan_file(given.plan)
+        ranks, planned = read_plan_file(given.plan)
         if ranks is not None and nproc not in (None, ranks):
             fix = [f"--nproc {ranks}, or leave it out", f"evener plan --nproc {nproc} makes another plan"]
             raise UsageError(f"{given.plan} is a plan for {ranks} processes, not {nproc}.", fix=fix)
@@ -248,7 +249,7 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         args=tuple(args),
         module=given.module is not None,
         nproc=nproc,
-        decided=decided,
+        **planned,
         cpu=given.cpu,
         bind=not given.no_numa,
         logs=given.log_dir,

@@ -49,6 +49,7 @@ class Request:
     tee: str = "rank0"
     overrides: Mapping[str, Any] = field(default_factory=dict)
     decided: Mapping[str, Any] = field(default_factory=dict)  # by a plan, for what the script leaves open
+    predicted: Mapping[str, Any] = field(default_factory=dict)  # its peaks
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def decide(
         store=os.path.join(private, "store"),
         overrides=dict(request.overrides),
         decided=dict(request.decided),
+        predicted=dict(request.predicted),
         attempt=attempt,
     )
     env = {

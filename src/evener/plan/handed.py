@@ -4,7 +4,8 @@ One variable, because everything else in the environment belongs to the user or 
 file on one machine, and the JSON text itself where the machines of a job share no disk.
 
     {"version": 1, "device": "cpu" or null, "store": "<private folder>" or null, "run_id": "...", "overrides": {...},
-     "attempt": 0, "trial": {...} or null, "capture": [3, 4] or null, "decided": {...}}
+     "attempt": 0, "trial": {...} or null, "capture": [3, 4] or null, "decided": {...},
+     "predicted": {...}}
 
 Standard library only: the launcher writes it without torch, and a rank reads it before torch is imported.
 """
@@ -60,6 +61,7 @@ class LaunchPlan:
         trial: What `evener verify` wants to see; None in every other job.
         capture: Descriptors (read, write) of `evener plan`: the first Run is traced instead of trained.
         decided: Keywords that a plan of `evener plan` decided; they fill what the script leaves open.
+        predicted: The peaks of that plan, in bytes, to be compared at the run's end; and whose they are.
     """
 
     run_id: str
@@ -70,6 +72,7 @@ class LaunchPlan:
     trial: Trial | None = None
     capture: tuple[int, int] | None = None
     decided: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         values = {
@@ -82,6 +85,7 @@ class LaunchPlan:
             "trial": None if self.trial is None else asdict(self.trial),
             "capture": self.capture,
             "decided": dict(self.decided),
+            "predicted": dict(self.predicted),
         }
         return json.dumps(values)
 
@@ -147,9 +151,11 @@ def _parse(text: str, where: str) -> LaunchPlan:
         trial = None if asked is None else Trial(**{**asked, "keep": tuple(asked.get("keep", ()))})
     except (TypeError, AttributeError) as error:
         raise broken(f"trial: {error}") from error
-    capture, decided = values.get("capture"), values.get("decided", {})
-    if not isinstance(decided, dict) or not (capture is None or (isinstance(capture, list) and len(capture) == 2)):
-        raise broken(f"capture is {capture!r} and decided is {decided!r}")
+    capture, decided, predicted = values.get("capture"), values.get("decided", {}), values.get("predicted", {})
+    if not isinstance(decided, dict) or not isinstance(predicted, dict):
+        raise broken(f"decided is {decided!r} and predicted is {predicted!r}, not objects")
+    if not (capture is None or (isinstance(capture, list) and len(capture) == 2)):
+        raise broken(f"capture is {capture!r}, not two descriptors")
     return LaunchPlan(
         run_id=run_id,
         device=device,
@@ -159,4 +165,5 @@ def _parse(text: str, where: str) -> LaunchPlan:
         trial=trial,
         capture=None if capture is None else (capture[0], capture[1]),
         decided=decided,
+        predicted=predicted,
     )

@@ -176,6 +176,8 @@ def make(
         capacity_bytes=machine.capacity_bytes,
         global_batch_size=captured.global_batch_size,
         nodes=machine.nodes,
+        device=machine.device,
+        kind=_kind_name(machine),
         neighbours=others,
         untraced=tuple(dict.fromkeys(line for row in rows for line in row.untraced)),
         notes=_notes(rows, captured, machine),
@@ -198,11 +200,17 @@ def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: M
     return lines
 
 
+def _kind_name(machine: Machine) -> str:
+    return machine.kind.name if machine.kind is not None else machine.device
+
+
 def _notes(rows: list[Row], captured: Captured, machine: Machine) -> tuple[str, ...]:
     notes = [line for row in rows for line in row.notes]
     if captured.on_cpu:
         where = ", ".join(captured.on_cpu[:4])
         notes.append(f"the script says cuda before its Run ({where}): taken for the CPU here; leave the device to Run")
+    if (line := remembered(_kind_name(machine))) is not None:
+        notes.append(line)
     guessed = {term.name for row in rows for term in row.terms if term.how == "guessed"}
     if guessed:
         notes.append(f"ranges of the shipped table, not measured on this kind of machine: {', '.join(sorted(guessed))}")
@@ -225,18 +233,35 @@ def _keywords(chosen: Row | None, captured: Captured) -> dict[str, Any]:
     }
 
 
-def read_plan_file(path: str) -> tuple[dict[str, Any], int | None]:
-    """(keywords, ranks) of a file that `evener plan --json` wrote."""
+def read_plan_file(path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
+    """A file that `evener plan --json` wrote: its ranks on one node, and what is handed to the run."""
     fix = ["evener plan --json SCRIPT > plan.json writes one"]
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         keywords, chosen = values["keywords"], values["chosen"]
         if chosen is None:
             raise UsageError(f"{path} has no chosen cut: nothing fits.", evidence=values["because"], fix=fix)
-        ranks = chosen["world_size"] * chosen["devices"]
-        nodes = values["machine"]["nodes"]
+        ranks, where = chosen["world_size"], values["machine"]
+        peaks = {name: chosen[name] for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_total_bytes")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no plan.", evidence=[str(error) or repr(error)], fix=fix) from None
-    if nodes > 1:
-        return dict(keywords), None
-    return dict(keywords), int(ranks)
+    predicted = {**peaks, "kind": where.get("kind"), "device": where.get("device")}
+    return None if where.get("nodes", 1) > 1 else int(ranks), {"decided": dict(keywords), "predicted": predicted}
+
+
+def remember(entry: Mapping[str, Any]) -> None:
+    """Keep what a run's peak was and had been predicted to be, beside the calibration; a full disk forgets it."""
+    where = calibration_path().with_name("peaks.jsonl")
+    with suppress(OSError):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        with open(where, "a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(entry)) + "\n")
+
+
+def remembered(kind: str) -> str | None:
+    """How predictions for this kind of device came out, in one line; None where no planned run has ended on it."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        entries = map(json.loads, calibration_path().with_name("peaks.jsonl").read_text("utf-8").splitlines())
+        off = sorted(one["real_bytes"] / one["predicted_bytes"] - 1 for one in entries if one["kind"] == kind)
+        return f"{len(off)} planned runs on {kind} ended between {off[0]:+.1%} and {off[-1]:+.1%} of their prediction"
+    return None

@@ -72,6 +72,8 @@ class Plan:
     capacity_bytes: int
     global_batch_size: int
     nodes: int = 1
+    device: str = "cuda"
+    kind: str = ""
     neighbours: tuple[str, ...] = ()
     untraced: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -87,7 +89,13 @@ class Plan:
             "notes": list(self.notes),
             "neighbours": list(self.neighbours),
             "keywords": dict(self.keywords),
-            "machine": {"name": self.machine, "capacity_bytes": self.capacity_bytes, "nodes": self.nodes},
+            "machine": {
+                "name": self.machine,
+                "device": self.device,
+                "kind": self.kind,
+                "capacity_bytes": self.capacity_bytes,
+                "nodes": self.nodes,
+            },
             "global_batch_size": self.global_batch_size,
         }
 

@@ -41,6 +41,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         ),
         "stop": ("the run ends before its last update", ("reason",)),
         "finish": ("the run made its last update", ("updates", "seconds")),
+        "peak": ("the peak of a planned run's memory", ("predicted_bytes", "real_bytes")),
         "warning": ("something the console also said", ("text",)),
         "error": ("the exception that ended the run", ("type", "text")),
     }

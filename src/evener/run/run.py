@@ -39,6 +39,7 @@ from evener.run.epoch import Epoch, Sums
 from evener.run.evaluate import MetricFn, Walk, evaluate, predict
 from evener.run.output import Output
 from evener.run.phases import phases_of
+from evener.run.predicted import compare
 from evener.run.profile import Profile
 from evener.run.resume import FINISHED, code_of, identity, mark_from, marks_of
 from evener.run.saving import Saving
@@ -110,11 +111,12 @@ class Run:
             from evener.run.capture import serve
 
             serve(config, model, optimizer, loss_fn, dataset, plan.capture)
+        self._predicted = plan.predicted if plan is not None else {}
         self._job: str | None = plan.run_id if plan is not None else None
         self._attempt = plan.attempt if plan is not None else 0
         if plan is not None:
             # Overrides are for the script's first Run.
-            os.environ[VARIABLE] = replace(plan, overrides={}, decided={}, trial=None).to_json()
+            os.environ[VARIABLE] = replace(plan, overrides={}, decided={}, predicted={}, trial=None).to_json()
         source = source_of(dataset, config.stream)
         self.device = devices.device(plan.device if plan else None)
         self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)
@@ -545,6 +547,10 @@ class Run:
             if goes_on:
                 if self.config.save_every is not None:
                     self._save(self.number)
+                if self._predicted and self.is_main:
+                    line, peaks = compare(self._predicted, self.device)
+                    self._out.console.say(line)
+                    self._out.folder.event("peak", update=self.number - 1, **peaks)
                 self._out.folder.event("finish", update=self.number - 1, updates=self.number, seconds=_since(began))
                 self._out.say_goodput()
         except GeneratorExit:

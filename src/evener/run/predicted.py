@@ -1,0 +1,34 @@
+"""At the end of a planned run: the peak that was predicted against the one that came."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from evener.gpus.look import size
+from evener.plan.make import remember
+
+
+def compare(predicted: Mapping[str, Any], device: torch.device) -> tuple[str, dict[str, Any]]:
+    """(a line, the fields of the event). On CUDA what torch allocated on this rank; on the CPU the whole process.
+
+    Another device than the plan's is not compared: then the line says so and the real bytes are null.
+    """
+    expected = predicted["peak_allocated_bytes" if device.type == "cuda" else "device_total_bytes"]
+    if device.type != predicted["device"]:
+        return f"memory was planned for {predicted['kind']}, and this is {device.type}", {
+            "predicted_bytes": expected,
+            "real_bytes": None,
+        }
+    if device.type == "cuda":
+        real = torch.cuda.max_memory_allocated(device)
+    else:
+        real = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    fields = {"predicted_bytes": expected, "real_bytes": real}
+    remember({"kind": predicted["kind"], **fields})
+    line = f"peak memory {size(real)}, predicted {size(expected)} ({real / expected - 1:+.1%})"
+    return line, fields
