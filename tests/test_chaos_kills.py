@@ -134,7 +134,7 @@ def chaos(forks, folder, seed, kills, whole, each):
 
 
 def test_killed_at_random_on_a_number_of_processes_that_changes(forks, uninterrupted, tmp_path, test_seed):
-    chaos(forks, tmp_path, test_seed, 8, uninterrupted, 8)
+    chaos(forks, tmp_path, test_seed, 6, uninterrupted, 6)
 
 
 @pytest.mark.full
@@ -175,5 +175,9 @@ def test_twenty_kills_through_evener_run(uninterrupted, tmp_path, test_seed):
             tally.restarts += result(folder) is None
         tally.count(folder / "progress")
         # A kill before the first checkpoint leaves a directory: another job does not take it for its own.
-        check(folder, uninterrupted, max(folder.glob("run*/checkpoints"), key=lambda path: path.stat().st_mtime).parent.name)
+        check(
+            folder,
+            uninterrupted,
+            max(folder.glob("run*/checkpoints"), key=lambda path: path.stat().st_mtime).parent.name,
+        )
     print(f"seed {test_seed}: {tally}")

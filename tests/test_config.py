@@ -180,8 +180,9 @@ def test_a_misspelt_keyword_names_the_nearest_and_its_group():
     assert refused(micro_batch_size=4) == (
         "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size, weights, fsdp, activation_checkpointing"
     )
-    assert "output keywords: dir, save_every, keep_checkpoints, resume, accept_changed_data, timeout, logger, profile, split" in refused(
-        time_out=4
+    assert (
+        "output keywords: dir, save_every, keep_checkpoints, resume, accept_changed_data, timeout, logger, profile, split"
+        in refused(time_out=4)
     )
     everything = refused(zzz=4)
     assert all(f"{group} keywords: " in everything for group in ("batch", "step", "memory", "output"))

@@ -189,6 +189,8 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
     from evener.explain.folder import read_folder
     from evener.explain.host import testimony
 
+    if re.search(r" (hangs?|wait for each other): nothing was done for ", error.cause):
+        return str(error)  # seen with own eyes; what the logs hold now is how the launcher ended it
     language = preferred_language()
     try:
         fates, kernel = fates_in(logs), testimony(started, kills, logs, gpus_then(logs))

@@ -96,6 +96,12 @@ def parser() -> Parser:
         help="after a failure start again from the last checkpoint, N times at most (default: 0)",
     )
     add(
+        "--hang-after",
+        metavar="TIME",
+        help="when a Run has made no update, and read no chunk of an evaluation, for so long: name the rank, the phase "
+        "and the line, and end (or restart) the job",
+    )
+    add(
         "--accept-changed-data",
         action="store_true",
         help="continue although the dataset has another number of rows: their order begins with the next epoch",
@@ -255,6 +261,7 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         logs=given.log_dir,
         tee=given.tee,
         debug=given.debug is not None,
+        hang_after=None if given.hang_after is None else to_seconds(given.hang_after, "--hang-after"),
         overrides=dict(to_override(word) for word in given.set)
         | ({"accept_changed_data": True} if given.accept_changed_data else {}),
     )
@@ -318,6 +325,15 @@ def to_count(word: str) -> int:
     elif word == "cpu":
         fix = ["--cpu --nproc N: N processes on the CPU"]
     raise UsageError(f"--nproc {word} is not a number.", fix=fix)
+
+
+def to_seconds(word: str, option: str) -> float:
+    from evener.gpus.pick import parse_seconds
+
+    seconds = parse_seconds(word, option)
+    if seconds < 1:
+        raise UsageError(f"{option} {word}: at least one second.", fix=[f"{option} 10min"])
+    return seconds
 
 
 def to_override(word: str) -> tuple[str, Any]:

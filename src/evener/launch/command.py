@@ -48,6 +48,7 @@ class Request:
     logs: str = os.path.join("runs", "logs")
     tee: str = "rank0"
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    hang_after: float | None = None  # seconds
     decided: Mapping[str, Any] = field(default_factory=dict)  # by a plan, for what the script leaves open
     predicted: Mapping[str, Any] = field(default_factory=dict)  # its peaks
 
@@ -92,6 +93,7 @@ class Launch:
     cpus: tuple[tuple[int, ...], ...] = ()
     leased: tuple[int, ...] = ()
     debug: bool = False
+    hang_after: float | None = None
 
 
 def shim_path() -> str:
@@ -126,6 +128,7 @@ def decide(
         decided=dict(request.decided),
         predicted=dict(request.predicted),
         attempt=attempt,
+        beats=None if request.hang_after is None else os.path.join(private, "beats"),
     )
     env = {
         VARIABLE: os.path.join(private, "plan.json"),
@@ -170,6 +173,7 @@ def decide(
         ),
         notes=("; ".join(notes), *machine.gpus.notes, *([debug.note(environ, cpu=on_cpu)] if request.debug else [])),
         debug=request.debug,
+        hang_after=request.hang_after,
         cpus=cpus,
         leased=machine.gpus.leased,
     )

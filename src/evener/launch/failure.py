@@ -39,7 +39,7 @@ _WAITED = re.compile(r"timed? ?out|watchdog", re.IGNORECASE)
 _WAITING = re.compile(
     r"torch/(distributed/|nn/parallel/|autograd/graph\.py)|evener/(dist|engine)/|(accelerate|lightning)/.*(distributed|strateg)"
 )
-_STATES = {
+STATES = {
     "T": "it was stopped (SIGSTOP, Ctrl-Z or a debugger)",
     "D": "it was waiting in the kernel: a disk, a network file system or a driver that does not answer",
 }
@@ -108,7 +108,7 @@ def _is_absent(end: RankEnd) -> bool:
     failing = any(one.function == "ended_by" and one.file.endswith("shim.py") for one in end.stack)
     if end.errors or failing or (end.how is not None and not end.stopped):
         return False
-    return end.state in _STATES or (bool(end.stack) and not any(_WAITING.search(one.file) for one in end.stack))
+    return end.state in STATES or (bool(end.stack) and not any(_WAITING.search(one.file) for one in end.stack))
 
 
 def users_frame(stack: Sequence[Line]) -> Line | None:
@@ -134,18 +134,18 @@ def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
         where = users_frame(cause.stack)
         text = f"rank {cause.rank} did not come, and the others waited for it until their time was over"
         if where is not None:
-            evidence.append(f"rank {cause.rank} was {_line(where, cwd)}")
-        if cause.state in _STATES:
-            evidence.append(_STATES[cause.state or ""])
+            evidence.append(f"rank {cause.rank} was {line_text(where, cwd)}")
+        if cause.state in STATES:
+            evidence.append(STATES[cause.state or ""])
         if raised.where is not None:
-            evidence.append(f"it was waited for {_line(raised.where, cwd)}")
+            evidence.append(f"it was waited for {line_text(raised.where, cwd)}")
     elif raised is not None:
         kind = raised.type if raised.module in ("builtins", "__main__") else f"{raised.module}.{raised.type}"
         text = f"rank {cause.rank} failed: {clean(f'{kind}: {raised.message}' if raised.message else kind)}"
         if cause.how == "exit":
             text = f"rank {cause.rank} left with exit code {cause.code}: {clean(raised.message)}"
         if raised.where is not None:
-            evidence.append(_line(raised.where, cwd))
+            evidence.append(line_text(raised.where, cwd))
     elif cause.code is not None and cause.code < 0:
         text = f"rank {cause.rank} was killed by {signal_name(-cause.code)} ({-cause.code})"
         hint = _SIGNAL_HINTS.get(signal.Signals(-cause.code)) if -cause.code in set(signal.Signals) else None
@@ -201,7 +201,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(spans)}"
 
 
-def _line(where: Line, cwd: str) -> str:
+def line_text(where: Line, cwd: str) -> str:
     place = f"{relative(where.file, cwd)}:{where.line}"
     if where.function not in ("", "<module>"):
         place += f" in {where.function}"

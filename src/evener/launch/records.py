@@ -92,7 +92,7 @@ def read_ends(logs: str, nproc: int) -> list[RankEnd]:
             stopped=pid in stopped,
             monotonic_ns=told.get("monotonic_ns"),
             errors=tuple(_raised(error) for error in told.get("errors", [])),
-            stack=_stack(os.path.join(logs, f"rank{rank}.stack")),
+            stack=read_stack(os.path.join(logs, f"rank{rank}.stack")),
             state=states.get(str(rank)),
         )
         ends.append(end)
@@ -123,9 +123,12 @@ def _raised(error: dict[str, Any]) -> Raised:
     )
 
 
-def _stack(path: str) -> tuple[Line, ...]:
-    """The main thread's frames when it was first asked, innermost first; a second asker may find it going on again."""
+def read_stack(path: str, start: int = 0) -> tuple[Line, ...]:
+    """The main thread's frames when it was first asked (after `start` bytes), innermost first; a second asker may find
+    it going on again.
+    """
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        file.seek(start)
         block = file.read().partition("Current thread ")[2]
         block = re.split(r"^(?:Current thread|Thread) ", block, maxsplit=1, flags=re.MULTILINE)[0]
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, flags=re.MULTILINE)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from evener.errors import LaunchError
-from evener.launch import failure, processes, records
+from evener.launch import failure, hang, processes, records
 from evener.launch.command import Launch
 from evener.launch.console import Console, say
 
@@ -68,7 +68,8 @@ def _make_folders(launch: Launch) -> None:
     try:
         os.makedirs(launch.logs)
         os.mkdir(launch.private, 0o700)
-        os.mkdir(os.path.join(launch.private, "store"), 0o700)
+        for name in ("store", "beats"):
+            os.mkdir(os.path.join(launch.private, name), 0o700)
     except OSError as error:
         raise LaunchError(
             "The folders of this job cannot be made.",
@@ -86,6 +87,8 @@ class _Supervisor:
         self.wake_read, self.wake_write = socket.socketpair()
         self.received: signal.Signals | None = None  # the first request to stop
         self.deadline = float("inf")
+        self.hang = hang.Hang(os.path.join(launch.private, "beats"), launch.hang_after or float("inf"))
+        self.hung: LaunchError | None = None
 
     def run(self, environ: Mapping[str, str]) -> Ending:
         processes.adopt_orphans()
@@ -152,6 +155,8 @@ class _Supervisor:
         """Until the agent has ended or the time after a signal is over."""
         while self.agent.returncode is None and time.monotonic() < self.deadline:
             self._turn(0.1 if self.console.followers else 1.0)
+            if self.launch.hang_after and self.hung is None and self.hang.is_there(ranks := self._ranks()):
+                self.hung, self.deadline = hang.described(self.launch.logs, ranks, self.hang.seconds), 0.0
 
     def _turn(self, seconds: float) -> None:
         """Waits for one thing to happen, for `seconds` at most, and deals with it."""
@@ -247,6 +252,8 @@ class _Supervisor:
             well = all(end.how in ("finished", "exit") for end in ends)
             code = 130 if self.received == signal.SIGINT else 0 if well else 128 + self.received
             return Ending(codes[0] if codes else code, stopped=True)
+        if self.hung is not None:
+            return Ending(1, self.hung)
         if self.agent.returncode == 0:
             return Ending(0)
         found = failure.find_cause(ends)

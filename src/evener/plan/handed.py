@@ -56,6 +56,7 @@ class LaunchPlan:
         device: "cpu" when the user asked for the CPU; None leaves the choice to the rank.
         store: A folder of mode 0700 for the file store of evener's own process group, so that no socket listens for
             it. None when the launcher made none (several machines).
+        beats: A folder of the launcher where each rank shows that it works; None: nobody looks.
         overrides: Keywords of `Run` given on the command line; their origin is "flag".
         attempt: How often this job was started before; a restarted job never starts a run over.
         trial: What `evener verify` wants to see; None in every other job.
@@ -67,6 +68,7 @@ class LaunchPlan:
     run_id: str
     device: str | None = None
     store: str | None = None
+    beats: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 0
     trial: Trial | None = None
@@ -80,6 +82,7 @@ class LaunchPlan:
             "run_id": self.run_id,
             "device": self.device,
             "store": self.store,
+            "beats": self.beats,
             "overrides": dict(self.overrides),
             "attempt": self.attempt,
             "trial": None if self.trial is None else asdict(self.trial),
@@ -141,6 +144,9 @@ def _parse(text: str, where: str) -> LaunchPlan:
         raise broken(f'device is {device!r}, not "cpu" or null')
     if not (store is None or isinstance(store, str)):
         raise broken(f"store is {store!r}, not a folder or null")
+    beats = values.get("beats")
+    if not (beats is None or isinstance(beats, str)):
+        raise broken(f"beats is {beats!r}, not a folder or null")
     if not isinstance(overrides, dict):
         raise broken(f"overrides is a {type(overrides).__name__}, not an object")
     attempt = values.get("attempt", 0)
@@ -160,6 +166,7 @@ def _parse(text: str, where: str) -> LaunchPlan:
         run_id=run_id,
         device=device,
         store=store,
+        beats=beats,
         overrides=overrides,
         attempt=attempt,
         trial=trial,

@@ -61,6 +61,7 @@ class Walk:
         module: Holds everything that must not change.
         batch_size: Rows at once on one rank.
         training: The dataset that the run trains on.
+        beat: Called for every chunk.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Walk:
         batch_size: int,
         training: Any,
         shards: Shards | None,
+        beat: Callable[[], None],
     ) -> None:
         # A stream is read by every rank, and each keeps its chunks.
         source, workers = source_of(data, "split" if is_stream(data) else None), config.num_workers
@@ -83,6 +85,7 @@ class Walk:
             )
         if source.stream and workers != "auto":
             workers = min(1, workers)  # the run's number is for the rows of its dataset
+        self.beat = beat
         self.module, self.rows, self.randomness, self.exact = module, source.rows, engine.randomness, config.exact
         self.group, self.batch_size = engine.group, batch_size
         self.autocast = engine.autocast if engine.autocast is not None else contextlib.nullcontext
@@ -118,6 +121,7 @@ class Walk:
         try:
             with no_trace(self.module, self.randomness):
                 for portion in self.feed.portions(Cursor(), epochs=1):
+                    self.beat()
                     self.rows = portion.cursor.offset + portion.rows
                     first = portion.cursor.offset
                     parts = [(first + piece.start, piece.rows, piece.batch) for piece in portion.pieces]

@@ -21,7 +21,7 @@ from evener.checkpoint.weights import export as export_weights
 from evener.checkpoint.weights import load_weights, read_for
 from evener.config import Config, ConfigFile, RunKeywords
 from evener.data import Cursor, Portion, make_feed, source_of
-from evener.dist import Group, comm
+from evener.dist import Group, comm, here
 from evener.dist import device as devices
 from evener.dist.blank import materialise
 from evener.dist.mix import mix
@@ -35,6 +35,7 @@ from evener.errors import CheckpointError, DataError, ModelError, UsageError, sh
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
 from evener.report.goodput import newest_update
+from evener.run.beat import Beat
 from evener.run.epoch import Epoch, Sums
 from evener.run.evaluate import MetricFn, Walk, evaluate, predict
 from evener.run.output import Output
@@ -114,6 +115,8 @@ class Run:
         self._predicted = plan.predicted if plan is not None else {}
         self._job: str | None = plan.run_id if plan is not None else None
         self._attempt = plan.attempt if plan is not None else 0
+        self._beat = Beat(plan.beats if plan is not None else None, here().rank)
+        self._beat.begin()
         if plan is not None:
             # Overrides are for the script's first Run.
             os.environ[VARIABLE] = replace(plan, overrides={}, decided={}, predicted={}, trial=None).to_json()
@@ -171,6 +174,7 @@ class Run:
         self._begin([*source.notes, *weight_notes, *(line for line in silent if line)])
         self._watch = Watch(self, plan.trial) if plan is not None and plan.trial is not None else None
         self._closed = False
+        self._beat.end()
         # Not the bound method: a model and its optimizer would stay in memory until the process ends.
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -438,6 +442,7 @@ class Run:
         )
         update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
         self._out.update(update, portion.rows, self._batches, self.total)
+        self._beat()
         if self._watch is not None:
             self._watch.stepped(batch, update)
         return update
@@ -532,6 +537,7 @@ class Run:
             for line in schedule_lines(self.engine, steps, self.feed.updates_in(0)):
                 self._out.console.say(line)
         self.saving.start(self.number)
+        self._beat.begin()
         if self._watch is not None:
             self._watch.begin()
         try:
@@ -558,6 +564,7 @@ class Run:
             self._loop_ended, self._error_before = True, _uncaught()
             raise
         finally:
+            self._beat.end()
             self._out.finish_loop(self.total)
 
     def _say(self, text: str) -> None:
@@ -685,7 +692,16 @@ class Run:
         module, training = self.engine.model if model is None else model, self.feed.source.dataset
         rows = self._rows_at_once(batch_size)
         shards = self.engine.shards_of(model)
-        return Walk(self.engine, self.config, module, dataset, batch_size=rows, training=training, shards=shards)
+        return Walk(
+            self.engine,
+            self.config,
+            module,
+            dataset,
+            batch_size=rows,
+            training=training,
+            shards=shards,
+            beat=self._beat,
+        )
 
     def _can_compute(self, model: torch.nn.Module | None) -> None:
         refuse_autocast(self.device)
