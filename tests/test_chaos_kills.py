@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.chaos import SCRIPT, Forks, made, wait_for
 
@@ -183,3 +186,96 @@ def test_twenty_kills_through_evener_run(uninterrupted, tmp_path, test_seed):
             max(folder.glob("run*/checkpoints"), key=lambda path: path.stat().st_mtime).parent.name,
         )
     print(f"seed {test_seed}: {tally}")
+
+
+@pytest.mark.full
+def test_five_hundred_flipped_bits(forks, uninterrupted, tmp_path, test_seed, capsys):
+    """Each is refused by name and the checkpoint before is used; at the end a run goes on from there, on other ranks."""
+    from evener.checkpoint import Checkpoints
+    from evener.checkpoint.__main__ import main as act
+    from evener.cli.checkpoint import parser
+
+    kill = {"rank": 1, "update": 11, "where": "body"}
+    forks.start(tmp_path, told(tmp_path, kill=kill), 2, "flips", 0)
+    assert -signal.SIGKILL in forks.codes()
+    folder, draw = tmp_path / "run" / "checkpoints", random.Random(test_seed)
+    checkpoints = Checkpoints(folder, keep=2)
+    (newest, notes), before = checkpoints.newest(), folder / "update-6"
+    assert (newest, notes) == (folder / "update-9", []) and before.is_dir()
+    for turn in range(500):
+        file = draw.choice(sorted(newest.iterdir()))
+        whole = file.read_bytes()
+        bad = bytearray(whole)
+        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        file.write_bytes(bad)
+        used, notes = checkpoints.newest()
+        assert used == before and "update-9 is refused" in notes[0] and file.name in notes[0], (turn, notes)
+        if turn % 25 == 0:
+            assert act(vars(parser().parse_args(["verify", str(tmp_path / "run")]))) == 1
+            assert file.name in capsys.readouterr().out
+        if turn < 499:
+            file.write_bytes(whole)
+    print(f"seed {test_seed}: 500 flips, all refused")
+    forks.start(tmp_path, told(tmp_path), 3, "flips", 1)
+    assert set(forks.codes()) == {0}, forks.said()
+    check(tmp_path, uninterrupted)
+
+
+# ------------------------------------------------------------------------------------------------ crash scripts
+
+# A script is a list of starts, each on its own number of processes and data workers, with its own period of checkpoints.
+# Each ends by SIGKILL at a chosen place (in the body, in the forward of one rank, in an evaluation, at the n-th call of
+# a checkpoint's writer), by `break`, or by finishing. One may save under a name, and another go back to it.
+kills = st.fixed_dictionaries(
+    {
+        "rank": st.integers(0, 3),
+        "update": st.integers(0, 4 * EPOCHS - 1),
+        "where": st.sampled_from(["body", "forward", "evaluate", "save"]),
+        "call": st.integers(0, 12),
+    }
+)
+starts = st.fixed_dictionaries(
+    {"world": st.integers(1, 4), "workers": st.sampled_from([0, 0, 1, 2]), "save_every": st.integers(1, 6)},
+    optional={
+        "kill": kills,
+        "break_at": st.integers(0, 4 * EPOCHS - 1),
+        "save_at": st.integers(0, 4 * EPOCHS - 1),
+        "load_at": st.integers(0, 4 * EPOCHS - 1),
+    },
+)
+
+
+def play(forks, folder, script, whole):
+    shutil.rmtree(folder, ignore_errors=True)
+    calm = {"world": 2, "workers": 0, "save_every": 5}
+    for attempt, start in enumerate([*script, calm]):
+        world = start["world"]
+        forks.start(folder, told(folder, **{k: v for k, v in start.items() if k != "world"}), world, "script", attempt)
+        codes = forks.codes()
+        if -9 not in codes:
+            assert set(codes) == {0}, forks.said()
+        if result(folder) is not None:
+            break
+    check(folder, whole)
+
+
+EVERYTHING = [
+    {"world": 3, "workers": 1, "save_every": 2, "save_at": 3, "kill": {"rank": 2, "update": 6, "where": "forward", "call": 0}},
+    {"world": 2, "workers": 0, "save_every": 5, "break_at": 9, "load_at": 7},
+    {"world": 4, "workers": 0, "save_every": 3, "kill": {"rank": 0, "update": 11, "where": "save", "call": 5}},
+]  # fmt: skip
+
+
+def test_one_script_with_everything(forks, uninterrupted, tmp_path):
+    play(forks, tmp_path / "run", EVERYTHING, uninterrupted)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_any_script(forks, uninterrupted, tmp_path):
+    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(starts, min_size=1, max_size=4))
+    def any_script(script):
+        play(forks, tmp_path / "run", script, uninterrupted)
+
+    any_script()

@@ -159,6 +159,15 @@ for update in run.updates(updates={updates}):
 """
 
 
+def test_the_flag_reaches_the_ranks(tmp_path, capsys):
+    from evener.cli import main
+
+    (tmp_path / "train.py").write_text("")
+    assert main(["run", "--cpu", "--accept-changed-data", "--dry-run", str(tmp_path / "train.py")]) == 0
+    assert '"overrides": {"accept_changed_data": true}' in capsys.readouterr().out
+
+
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="evener run")
 def test_the_flag_of_evener_run_and_a_changed_script(tmp_path):
     def launch(rows, *words):
