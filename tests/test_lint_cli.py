@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -201,12 +201,13 @@ def test_a_thousand_files_take_less_than_twenty_seconds_on_two_cores(tmp_path):
     examples = [read(rule).bad for rule in rules.ALL]
     for i in range(1000):
         parts = []
-        for k in range(18):
+        for k in range(45):
             body = examples[(i * 7 + k) % len(examples)].replace("\n", "\n    ")
             parts.append(f"def part_{k}(model, net, loader, args, x, y):\n    {body}\n")
         (tmp_path / f"module_{i}.py").write_text("import torch, os, argparse\n\n" + "\n".join(parts))
-    start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "evener", "lint", "--json", str(tmp_path)], capture_output=True, check=False, timeout=300
-    )
-    assert time.perf_counter() - start < 40, "the goal is 20 s on an idle machine (docs/measurements.md)"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "evener", "lint", "--json", str(tmp_path)]
+    subprocess.run(command, capture_output=True, check=False, timeout=600)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 40, "two cores for 20 s, however loaded they are (docs/measurements.md has the time on a clock)"

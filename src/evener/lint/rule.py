@@ -63,9 +63,7 @@ class Checked:
             source.parent,
         )
         self.inside, self.above, self.params, self.aliases = source.inside, source.above, source.params, source.aliases
-        self.values, self.now, self.kinds, self.holds, self.made = (
-            names.values, names.now, names.kinds, names.holds, names.made,
-        )  # fmt: skip
+        self.values, self.now, self.kinds, self.holds = names.values, names.now, names.kinds, names.holds
         self.is_rank, self.is_loader, self.without_grad = names.is_rank, names.is_loader, names.without_grad
 
     @cached_property
@@ -83,12 +81,22 @@ class Checked:
             found.setdefault(self.name(call.func), []).append(call)
         return found
 
+    @cached_property
+    def references(self) -> list[tuple[ast.Attribute | ast.Name, str]]:
+        """(node, dotted name) of every longest dotted name of torch and Apex that is read."""
+        nodes: list[ast.Attribute | ast.Name] = [*self.of(ast.Attribute), *self.of(ast.Name)]
+        named = ((one, self.name(one)) for one in nodes if isinstance(one.ctx, ast.Load))
+        return [
+            (node, dotted) for node, dotted in named
+            if dotted.startswith(("torch.", "apex.")) and not isinstance(self.parent[node], ast.Attribute)
+        ]  # fmt: skip
+
     def calls_of(self, *dotted: str) -> list[ast.Call]:
         return [call for name in dotted for call in self._calls.get(name, ())]
 
     def making(self, kind: str) -> list[ast.Call]:
         """The calls that make such a thing: a DDP model, a loader."""
-        return [call for call in self.of(ast.Call) if kind in self.made(call)]
+        return [call for call in self.of(ast.Call) if kind in self.kinds(call)]
 
     def methods(self, *words: str) -> Iterator[tuple[ast.Call, ast.Attribute]]:
         """(call, function) of every `x.word(...)`."""

@@ -66,7 +66,7 @@ class PhysicalIdsAfterCvd(Rule):
             given = literal(value)
             count = len(given.split(",")) if isinstance(given, str) else None
             for call in file.of(ast.Call):
-                ids = keyword(call, "device_ids", 1) if file.made(call) & {"dp", "ddp"} else None
+                ids = keyword(call, "device_ids", 1) if file.kinds(call) & {"dp", "ddp"} else None
                 if ids is None and file.name(call.func) == "torch.cuda.set_device" and call.args:
                     ids = call.args[0]
                 if ids is None or call.lineno < stmt.lineno:

@@ -22,16 +22,6 @@ def table() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads(Path(__file__).parents[1].joinpath("renames.toml").read_text("utf-8"))
 
 
-def references(file: Checked) -> Iterator[tuple[ast.Attribute | ast.Name, str]]:
-    """(node, dotted name) of every longest dotted name that is read."""
-    for kind in (ast.Attribute, ast.Name):
-        for node in file.of(kind):
-            if not isinstance(file.parent[node], ast.Attribute) and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
-                dotted = file.name(node)
-                if dotted.startswith(("torch.", "apex.")):
-                    yield node, dotted  # type: ignore[misc]
-
-
 def imported(file: Checked) -> Iterator[tuple[ast.Import | ast.ImportFrom, ast.alias, str]]:
     """(statement, alias, dotted name) of everything that is imported."""
     for plain in file.of(ast.Import):
@@ -85,7 +75,7 @@ class ApexRemoved(Rule):
             if dotted.startswith(self.gone) and stmt not in statements:
                 statements[stmt] = dotted
             elif dotted == "apex" and alias.asname is None and stmt not in statements:
-                used = {one for _, one in references(file) if one.startswith(self.gone)}
+                used = {one for _, one in file.references if one.startswith(self.gone)}
                 if used and not any(d.startswith(self.gone) for _, _, d in imported(file)):
                     statements[stmt] = ".".join(min(used).split(".")[:2])
         edits = codemod(file) if statements else ()
@@ -112,7 +102,7 @@ class CudaAmpDeprecated(Rule):
     def check(self, file: Checked) -> Hits:
         order = {row["name"]: row.get("order") for row in table()["amp"]}
         uses = []
-        for node, dotted in references(file):
+        for node, dotted in file.references:
             match = re.fullmatch(r"torch\.(cuda|cpu)\.amp(?:\.autocast_mode|\.grad_scaler)?\.(\w+)", dotted)
             if match and match[2] in order and not file.at(node).handlers:  # an except keeps old versions going
                 uses.append((node, match[1], match[2]))
@@ -219,7 +209,7 @@ class RemovedApi(Rule):
 
     def check(self, file: Checked) -> Hits:
         rows = {row["old"]: row for row in table()["gone"]}
-        for node, dotted in references(file):
+        for node, dotted in file.references:
             if dotted in rows:
                 yield hit(node, f"{dotted} no longer exists", fix=rows[dotted]["note"])
         for attribute in file.of(ast.Attribute) if "torch" in file.aliases else ():
@@ -278,7 +268,7 @@ class DeprecatedName(Rule):
 
     def check(self, file: Checked) -> Hits:
         rows = {row["old"]: row for row in table()["deprecated"]}
-        for node, dotted in references(file):
+        for node, dotted in file.references:
             old = next((name for name in rows if dotted == name or dotted.startswith(f"{name}.")), None)
             if old is None:
                 continue
@@ -294,7 +284,7 @@ class DeprecatedName(Rule):
             yield hit(node, f"{old} is deprecated", *edits, fix=f"use {new}" if new else row["note"])
 
     def _with_import(self, file: Checked, old: str, new: str) -> tuple[Edit, ...]:
-        names = [replace(file, node, last(new)) for node, dotted in references(file) if dotted == old]
+        names = [replace(file, node, last(new)) for node, dotted in file.references if dotted == old]
         imports = [
             replace(file, alias, last(new)) for _, alias, dotted in imported(file) if dotted == old and not alias.asname
         ]

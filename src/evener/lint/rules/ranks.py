@@ -148,7 +148,7 @@ class GlobalRankAsDevice(Rule):
                 index = call.args[0]
             elif dotted == "torch.device" and len(call.args) == 2:
                 index = call.args[1]
-            elif "ddp" in file.made(call):
+            elif "ddp" in file.kinds(call):
                 ids = keyword(call, "device_ids", 1)
                 index = ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
             if index is not None and self._global(file, index):
