@@ -256,7 +256,7 @@ for update in run.updates(updates=1):
             ["evener: dtype-mismatch: ", "fix: ", "more: evener explain dtype-mismatch"],
             [],
         ),
-        ("{}['labels']", ["KeyError: 'labels'"], ["evener: "]),
+        pytest.param("{}['labels']", ["KeyError: 'labels'"], ["evener: "], marks=pytest.mark.full),
     ],
 )
 def test_an_uncaught_exception_of_a_known_kind_is_explained_below_its_traceback(tmp_path, loss, there, absent):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,7 @@ REPORTS = {
     "one-rank": (["evener: rank 1 did not come", "nccl-timeout", "logs: "], 1),
     "oom": (["CUDA out of memory", "oom-capacity: ", "22.14 GiB of 23.69 GiB", "expandable_segments", "logs: "], 1),
 }
-QUICK = ("exits", "unused")
+QUICK = ("exits",)
 
 
 @pytest.mark.parametrize("how", [how if how in QUICK else pytest.param(how, marks=full) for how in REPORTS])
@@ -130,6 +131,38 @@ def test_evener_run_ends_with_the_cause_and_its_fix(how, tmp_path):
     again = subprocess.run([BIN / "evener", "explain", logs], capture_output=True, text=True, env=ENVIRONMENT)
     assert again.returncode == 0, again.stderr
     assert "Culprit" in again.stdout and "Evidence" in again.stdout
+
+
+# --- full shared memory -----------------------------------------------------------------------------------------------
+
+BATCHES = """
+import torch
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return torch.ones(1 << 20)
+
+if __name__ == "__main__":
+    list(torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1))
+"""
+SMALL = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=2m tmpfs /dev/shm && exec "$@"', "sh"]
+
+
+def test_a_full_dev_shm_is_named_and_not_the_worker_that_met_it(tmp_path):
+    """A /dev/shm of 2 MiB, in a mount namespace of its own; the batch is of 8."""
+    if shutil.which("unshare") is None or subprocess.run([*SMALL, "true"], capture_output=True).returncode != 0:
+        pytest.skip("mounting a small /dev/shm is not allowed here")
+    (tmp_path / "train.py").write_text(BATCHES)
+    command = [*SMALL, sys.executable, "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=300)
+    assert done.returncode != 0
+    answer = explain_text(done.stderr)
+    assert (answer.kind, answer.sub_cause) == ("shm-bus-error", None), done.stderr
+    assert any("--shm-size" in line for line in answer.fix)
+    assert "dataloader-worker-exception" in " ".join(answer.consequences)
 
 
 if __name__ == "__main__":

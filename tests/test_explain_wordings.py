@@ -114,6 +114,12 @@ TEXTS = [
         "RuntimeError: unable to write to file </torch_123_456_0>: No space left on device (28)",
     ),
     (
+        "shm-bus-error",  # inside of the wrapper that a worker's exception comes in
+        None,
+        None,
+        'RuntimeError: Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File "storage.py", line 414, in _new_using_fd_cpu\n    return cls(size)\nRuntimeError: unable to allocate shared memory(shm) for file </torch_7_8_0>: No space left on device (28)',
+    ),
+    (
         "shm-bus-error",
         None,
         None,

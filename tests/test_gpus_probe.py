@@ -423,7 +423,9 @@ def test_watch_looks_again_and_ends_quietly(tmp_path):
 
     fake = Fake(tmp_path, EIGHT)
     command = [sys.executable, "-m", "evener", "gpus", "--watch", "0.2", "--lock-folder", str(tmp_path / "locks")]
-    process = subprocess.Popen(command, env=fake.environ(), stdout=subprocess.PIPE, text=True)
+    # A background job's children ignore Ctrl-C; a user's do not.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command, env=fake.environ(), stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     seen = []
     for line in process.stdout:
         if line.startswith("8 GPUs"):

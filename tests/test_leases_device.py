@@ -5,13 +5,14 @@ torch is told that it has CUDA; the driver is the stand-in. Nothing is computed 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.fakenvml import EIGHT, Fake, needs_compiler
+from tests.fakenvml import EIGHT, Fake, library, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")]
 
@@ -30,16 +31,57 @@ def show(*args):
 """
 
 
-def script(fake: Fake, text: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "SLURM_", "KUBERNETES_"))}
-    locks = fake.path.parent / "locks"
-    command = [sys.executable, "-c", START + text, str(locks)]
-    done = subprocess.run(command, env=fake.environ(base, **environ), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done
+# torch is imported once, under the stand-in driver; every script is a fork of that process.
+SERVER = """
+import json, os, sys, traceback, torch, evener
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            os.environ.clear()
+            os.environ.update(job["environ"])
+            sys.argv = ["-c", job["locks"]]
+            exec(job["text"], {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 
-def test_alone_on_a_shared_server_it_takes_one_idle_gpu_and_keeps_it(tmp_path):
+@pytest.fixture(scope="module")
+def server():
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(library())}
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def script(server, tmp_path):
+    def run(fake: Fake, text: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "SLURM_", "KUBERNETES_"))}
+        out, err = tmp_path / "out", tmp_path / "err"
+        job = {"out": str(out), "err": str(err), "environ": fake.environ(base, **environ), "text": START + text}
+        server.stdin.write(json.dumps(job | {"locks": str(fake.path.parent / "locks")}) + "\n")
+        server.stdin.flush()
+        code = server.stdout.readline().strip()
+        assert code == "0", err.read_text()
+        return subprocess.CompletedProcess([], 0, out.read_text(), err.read_text())
+
+    return run
+
+
+def test_alone_on_a_shared_server_it_takes_one_idle_gpu_and_keeps_it(tmp_path, script):
     fake = Fake(tmp_path, EIGHT)
     fake.occupy(os.getpid(), "7 C 9000", "6 C 9000")
     done = script(
@@ -58,7 +100,7 @@ show("cuda:1"); show("cuda:9"); show("cpu")
     assert done.stderr == said, "once"
 
 
-def test_when_launched_or_told_it_takes_what_it_was_given(tmp_path):
+def test_when_launched_or_told_it_takes_what_it_was_given(tmp_path, script):
     fake = Fake(tmp_path, EIGHT)
     fake.occupy(os.getpid(), "0 C 9000", "2 C 9000")
     done = script(
@@ -86,7 +128,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"; show(3); show()
     assert not [name for name in os.listdir(tmp_path / "locks") if name.startswith("ticket")]
 
 
-def test_what_cannot_be_known_is_said_and_not_guessed(tmp_path):
+def test_what_cannot_be_known_is_said_and_not_guessed(tmp_path, script):
     fake = Fake(tmp_path, 'gpu 0 name="A"\ngpu 1 name="B" used=9000')
     done = script(
         fake,
@@ -97,7 +139,7 @@ def test_what_cannot_be_known_is_said_and_not_guessed(tmp_path):
     assert "which one an index means is not known" in unknown and known.startswith("evener: cuda:1 is GPU 0 (A), idle")
 
 
-def test_no_idle_gpu_is_said_with_who_has_them(tmp_path):
+def test_no_idle_gpu_is_said_with_who_has_them(tmp_path, script):
     fake = Fake(tmp_path, "\n".join(EIGHT.splitlines()[:2]))
     fake.occupy(os.getpid(), "0 C 9000", "1 C 9000")
     out = script(fake, "show()").stdout

@@ -236,13 +236,17 @@ dist.destroy_process_group()
 """
 
 
-def test_a_launch_script_becomes_torchrun_and_the_ranks_know_who_they_are(tmp_path, capsys):
+@pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_launch_script_becomes_torchrun_and_the_ranks_know_who_they_are(tmp_path, capsys, started):
     script, shell = tmp_path / "train.py", tmp_path / "train.sh"
     script.write_text(LAUNCHED)
     shell.write_text("set -e\npython -m torch.distributed.launch --nproc_per_node=2 --use_env train.py  # two GPUs\n")
     assert main(["lint", "--select", "migrate", str(tmp_path)]) == 1
     assert main(["lint", "--fix", "--select", "migrate", str(tmp_path)]) == 0
     assert shell.read_text() == "set -e\ntorchrun --nproc_per_node=2 train.py  # two GPUs\n"
+    assert 'default=int(os.environ.get("LOCAL_RANK", -1))' in script.read_text()
+    if not started:
+        return
     place = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["sh", "train.sh"], cwd=tmp_path, env=place, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
