@@ -47,9 +47,9 @@ def told(folder: Path, capsys, *options: str) -> dict:
     return run
 
 
-def page_of(*folders: Path, capsys, options: tuple[str, ...] = ()) -> str:
+def page_of(*folders: Path, capsys) -> str:
     target = folders[0].parent / "page.html"
-    assert main(["report", *map(str, folders), "-o", str(target), *options]) == 0
+    assert main(["report", *map(str, folders), "-o", str(target)]) == 0
     capsys.readouterr()
     return target.read_text("utf-8")
 
@@ -95,6 +95,64 @@ def test_a_real_run_is_told_from_its_contract_to_its_command(tmp_path, capsys):
     text = page_of(run.path, capsys=capsys)
     for words in ("global batch 16", "max_grad_norm", "distance", one["headline"], "wall" and "goodput", "finished"):
         assert words in text, words
+
+
+def small_run(folder: Path) -> evener.Run:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return evener.Run(
+        model, optimizer, loss_fn, (torch.randn(64, 4), torch.randn(64)), global_batch_size=16, dir=folder
+    )
+
+
+def test_a_loop_that_was_left_is_finished_and_an_exception_is_an_incident(tmp_path, capsys, monkeypatch):
+    run = small_run(tmp_path / "left")
+    for update in run.updates(updates=20):
+        if update.number == 3:
+            break
+    run.close()
+    run = small_run(tmp_path / "raised")
+    next(iter(run.updates(updates=20)))
+    monkeypatch.setattr(sys, "last_value", KeyError("labels"), raising=False)  # what Python does before it ends
+    run.close()
+    monkeypatch.delattr(sys, "last_value")
+    capsys.readouterr()
+    assert told(tmp_path / "left", capsys)["status"] == "finished"
+    one = told(tmp_path / "raised", capsys)
+    assert one["status"] == "failed" and one["incidents"][0]["what"] == "KeyError: 'labels'"
+
+
+CRASH = """
+import os, signal, torch, evener
+from torch import nn
+from torch.nn import functional as F
+evener.seed(0)
+model = nn.Linear(4, 1)
+data = torch.randn(64, 4), torch.randn(64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = evener.Run(model, optimizer, lambda m, b: F.mse_loss(m(b[0]).squeeze(1), b[1]), data, global_batch_size=16,
+                 dir="run", save_every=5)
+for update in run.updates(updates=20):
+    if update.number == 12 and evener.rank() == 1 and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+run.close()
+"""
+
+
+@pytest.mark.full
+def test_a_real_kill_and_restart_of_two_processes_is_told_with_its_cause(tmp_path, capsys):
+    (tmp_path / "crash.py").write_text(CRASH)
+    argv = [sys.executable, "-m", "evener", "run", "--nproc", "2", "--cpu", "--restarts", "1", "crash.py"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one = told(tmp_path / "run", capsys)
+    assert one["status"] == "finished" and one["updates"] == 20 and one["restarts"] == 1
+    died, resumed = one["incidents"]
+    assert died["kind"] == "died" and "Rank 1" in died["why"] and "SIGKILL" in died["why"]
+    assert resumed["kind"] == "resume" and "update-" in resumed["what"]
+    assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
+    assert one["reproduce"] == "evener run --nproc 2 --cpu crash.py"
 
 
 # ---------------------------------------------------------------------------------------------------------- hostile
@@ -254,7 +312,7 @@ def test_points_keep_order_and_replace_what_was_made_again():
 
 def test_a_death_is_an_incident_with_what_its_logs_say(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    logs = tmp_path / "runs" / "logs" / "job-1"
+    logs = tmp_path / "runs" / "logs" / "job-restart1"
     logs.mkdir(parents=True)
     (logs / "rank0.log").write_text(
         "Traceback (most recent call last):\n"
@@ -265,7 +323,7 @@ def test_a_death_is_an_incident_with_what_its_logs_say(tmp_path, capsys, monkeyp
     )
     folder = write(
         tmp_path / "run",
-        start(100.0, job="job-1", cwd=str(tmp_path)),
+        start(100.0, job="job", attempt=1, cwd=str(tmp_path)),
         *(update(n, 101.0 + n) for n in range(10)),
         {"t": 105.0, "kind": "checkpoint", "update": 4, "path": "x/update-5", "seconds": 0.5, "blocked_seconds": 0.1},
         start(130.0, job="job-2", cwd=str(tmp_path)),
@@ -323,24 +381,22 @@ def test_what_stands_out_is_said_first(tmp_path, capsys, words):
     assert words in line
 
 
-def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
+def test_a_prediction_stands_beside_what_came(tmp_path, capsys):
     folder = write(tmp_path / "run", start(0.0), update(0, 1.0), phases(9.0, 9, 10, forward=6.0))
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"chosen": {"peak_allocated_bytes": 90 << 20, "seconds_per_update": 0.5}, "cuts": []}))
-    one = told(folder, capsys, "--plan", str(plan))
-    assert one["predicted_peak_bytes"] == 90 << 20 and one["memory_peak_bytes"] == 100 << 20
-    assert one["predicted_seconds_per_update"] == 0.5 and one["seconds_per_update"] == pytest.approx(0.6)
-    text = page_of(folder, capsys=capsys, options=("--plan", str(plan)))
-    assert "90 MiB" in text and "100 MiB" in text
-    assert told(folder, capsys)["predicted_peak_bytes"] is None
+    assert "Nobody predicted its peak" in page_of(folder, capsys=capsys)
+    write(folder, {"t": 9.5, "kind": "peak", "update": 0, "predicted_bytes": 90 << 20, "real_bytes": 95 << 20})
+    one = told(folder, capsys)
+    assert (one["predicted_peak_bytes"], one["compared_peak_bytes"]) == (90 << 20, 95 << 20)
+    assert "predicted a peak of 90 MiB; it was 95 MiB" in page_of(folder, capsys=capsys)
 
 
 def test_words_are_for_kinds_that_exist():
-    import tomllib
+    from evener.run.phases import PHASES
 
-    words = tomllib.loads(resources.files("evener.report").joinpath("incidents.toml").read_text("utf-8"))
-    assert set(words) - {"died"} <= set(KINDS) and all({"title", "what", "why"} <= set(one) for one in words.values())
-    assert not set(words) & records.ORDINARY
+    words = records.WORDS
+    assert set(words["incidents"]) - {"died"} <= set(KINDS) and not set(words["incidents"]) & records.ORDINARY
+    assert all({"title", "what", "why"} <= set(one) for one in words["incidents"].values())
+    assert tuple(words["phases"]) == PHASES
 
 
 def test_the_vendored_library_is_what_its_note_says():
@@ -364,8 +420,6 @@ def test_mistakes_get_one_clear_error(tmp_path, capsys):
         (["report", str(tmp_path / "none")], "there is no directory"),
         (["report", str(tmp_path / "runs")], f"fix: evener report {folder}"),
         (["report", str(bad)], "is no run directory"),
-        (["report", str(folder), "--plan", str(bad)], "is not what `evener plan --json` prints"),
-        (["report", str(folder), "--plan", str(tmp_path / "no.json")], "No such file"),
     ]
     for argv, words in cases:
         assert main(argv) == 2, argv

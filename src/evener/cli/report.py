@@ -7,10 +7,10 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evener.cli.parser import Parser
-from evener.errors import EvenerError, UsageError
+from evener.errors import EvenerError
 
 if TYPE_CHECKING:
     from evener.report.record import Record
@@ -25,7 +25,6 @@ EXAMPLES = """\
 examples:
   evener report runs/digits                        report.html in runs/digits
   evener report runs/digits runs/digits-2 -o both.html
-  evener report runs/digits --plan plan.json       beside what `evener plan --json` predicted
   evener report runs/digits --json | jq .runs[0].findings
 """
 
@@ -34,7 +33,6 @@ def parser() -> Parser:
     options = Parser(prog="evener report", description=DESCRIPTION, epilog=EXAMPLES)
     options.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="the directory of a run")
     options.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first RUN_DIR")
-    options.add_argument("--plan", metavar="FILE", type=Path, help="the output of `evener plan --json` for these runs")
     options.add_argument("--json", action="store_true", help="the same as JSON, to standard output; no page")
     return options
 
@@ -46,9 +44,8 @@ def main(argv: list[str]) -> int:
     from evener.report.record import Record
     from evener.report.summary import summary
 
-    predicted = _chosen(given.plan) if given.plan is not None else None
     records = [Record.read(path.expanduser()) for path in given.runs]
-    told = [summary(record, predicted, _explained(record)) for record in records]
+    told = [summary(record, _explained(record)) for record in records]
     if given.json:
         print(json.dumps(strict({"version": __version__, "runs": told}), indent=1))
         return 0
@@ -65,30 +62,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _chosen(path: Path) -> dict[str, Any]:
-    """What a plan chose; its figures are beside what was measured."""
-    fix = ["evener plan --json script.py > plan.json"]
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["chosen"])
-    except OSError as error:
-        raise UsageError(f"--plan {path}: {error.strerror}.", fix=fix) from None
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"--plan {path} is not what `evener plan --json` prints.", fix=fix) from None
-
-
 def _explained(record: Record) -> dict[str, str]:
-    """Job -> what its logs say broke it, for the jobs of `evener run` that ended without a word and left logs."""
+    """What the logs of `evener run` say, by their folder, for each death that left some."""
     from evener.cli import explain
     from evener.explain import explain_selections
 
     found = {}
-    jobs = {str(one["job"]) for one in record.incidents if one["kind"] == "died" and one.get("job")}
-    places = [str(record.starts[-1].get("cwd") or "."), "."] if record.starts else ["."]
-    folders = {job: [os.path.join(place, "runs", "logs", os.path.basename(job)) for place in places] for job in jobs}
-    for job, logs in sorted(folders.items())[:8]:
+    places = [str(one.get("cwd") or ".") for one in record.starts[-1:]] + ["."]
+    for name in list({str(one["logs"]) for one in record.incidents if one.get("logs")})[:8]:
+        folders = [os.path.join(place, "runs", "logs", os.path.basename(name)) for place in places]
         with suppress(OSError, ValueError, EvenerError, StopIteration):
-            selections, fates = explain.read([next(filter(os.path.isdir, logs))])
+            selections, fates = explain.read([next(filter(os.path.isdir, folders))])
             answer = explain_selections(selections, "en", fates)
             if answer.kind is not None:
-                found[job] = ". ".join(one.rstrip(".") for one in (answer.summary, *answer.cause)) + "."
+                found[name] = ". ".join(one.rstrip(".") for one in (answer.summary, *answer.cause)) + "."
     return found

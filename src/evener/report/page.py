@@ -14,18 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from evener.report.record import Points, Record
-from evener.report.summary import PHASES
+from evener.report.record import WORDS, Points, Record
 from evener.report.text import format_count, format_number, format_seconds
 
-_TITLES = {
-    "loss": "loss",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm before clipping",
-    "rows_per_second": "rows per second",
-    "count_per_second": "counted items per second (tokens)",
-}
-_SHOWN_RANKS = 8
+CURVES, PHASES, _SHOWN_RANKS = WORDS["curves"], WORDS["phases"], 8
 
 
 def page(records: Sequence[Record], told: Sequence[Mapping[str, Any]], version: str) -> str:
@@ -57,21 +49,21 @@ def page(records: Sequence[Record], told: Sequence[Mapping[str, Any]], version: 
 
 def _charts(records: Sequence[Record], told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every chart as its title, unit, series of {label, x, y, colour}, and marks of what happened."""
-    names = dict.fromkeys(n for one in records for n in (*_TITLES, *one.points.names, *one.evaluations.names))
+    names = dict.fromkeys(n for one in records for n in (*CURVES, *one.points.names, *one.evaluations.names))
     alone = len(records) == 1
     happened = [one for one in told[0]["incidents"] if isinstance(one["update"], int)] if alone else []
     marks = [{"x": one["update"], "kind": one["kind"], "text": one["title"]} for one in happened]
     found: list[dict[str, Any]] = []
-    for name in sorted(names, key=lambda name: (name != "loss", name in _TITLES)):
+    for name in sorted(names, key=lambda name: (name != "loss", name in CURVES)):
         if alone:
-            first, run = "each update" if name == "loss" or name not in _TITLES else _TITLES[name], records[0]
+            first, run = "each update" if name == "loss" or name not in CURVES else CURVES[name], records[0]
             series = [_series(first, run.points, name, 0), _series("mean of the epoch", run.epochs, name, 1, dash=True)]
             series.append(_series("evaluated", run.evaluations, name, 2, dots=True))
         else:
             series = [_series(run.name, run.points, name, n) for n, run in enumerate(records)]
             runs = [run.evaluations if name not in run.points.names else Points() for run in records]
             series += [_series(run.name, one, name, n, dots=True) for n, (run, one) in enumerate(zip(records, runs))]
-        found.append({"title": _TITLES.get(name, name), "series": series, "marks": marks})
+        found.append({"title": CURVES.get(name, name), "series": series, "marks": marks})
         found[-1]["log"] = all(y is None or y > 0 for one in series for y in one["y"])
     if alone and records[0].ranks:
         ranks = sorted(records[0].ranks.items())

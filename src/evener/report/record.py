@@ -6,14 +6,15 @@ count, and the first and last of a kind.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
+import tomllib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from evener.report.goodput import Goodput, goodput
 from evener.report.text import clean
 
 POINTS, INCIDENTS, NOTES, NAMES, TEXT, RANKS = 2000, 100, 60, 24, 600, 1024
-ORDINARY = {"start", "contract", "update", "phases", "epoch", "evaluate", "checkpoint", "finish", "warning", "torn"}
-KNOWN_CURVES = ("loss", "lr", "grad_norm", "rows_per_second", "count_per_second")  # of an `update`; others are metrics
+ORDINARY = {"start", "contract", "update", "phases", "epoch", "evaluate", "checkpoint", "finish", "peak"}
+ORDINARY |= {"warning", "torn"}
+WORDS = tomllib.loads(resources.files("evener.report").joinpath("words.toml").read_text("utf-8"))
 _SAYS = {"start": "going", "update": "going", "stop": "stopped", "finish": "finished", "error": "failed"}
 
 
@@ -40,9 +42,7 @@ class Points:
     def add(self, update: int, values: Mapping[str, float]) -> None:
         while self.rows and self.rows[-1][0] >= update:  # made again after a restart: the newer ones count
             self.rows.pop()
-        self.names |= dict.fromkeys(
-            itertools.islice((n for n in values if n not in self.names), NAMES - len(self.names))
-        )
+        self.names = dict.fromkeys(list(self.names | dict.fromkeys(values))[:NAMES])
         self.rows.append((update, dict(values)))
         if len(self.rows) > 2 * self.limit:
             self._thin()
@@ -118,7 +118,8 @@ class Record:
         self.last_incidents: deque[dict[str, Any]] = deque(maxlen=INCIDENTS)
         self.blocked_seconds = 0.0  # that checkpoints kept the training waiting
         self.ranks: dict[int, RankTimes] = {}
-        self.goodput: Goodput | None = None
+        self.peak: dict[str, float] = {}  # of a planned run: predicted_bytes, real_bytes
+        self.goodput = Goodput(0, 0, 0.0, 0.0)
         self.config: dict[str, dict[str, str]] = {}
 
     @classmethod
@@ -126,7 +127,7 @@ class Record:
         """UsageError: there is no run in this directory."""
         record = cls(path)
         try:
-            record.goodput = goodput(record._taken(read_events(path / "events.jsonl")))
+            record.goodput = goodput(record._taken(read_events(path / "events.jsonl"))) or record.goodput
         except OSError as error:
             raise _no_run(path, error) from None
         for file in sorted(path.glob("events-rank*.jsonl"))[:RANKS]:
@@ -141,8 +142,9 @@ class Record:
                     value, origin = clean(json.dumps(one.get("value")))[:TEXT], clean(one.get("origin"))[:40]
                     record.config[clean(name)[:60]] = {"value": value, "origin": origin}
         if record.status == "going" and not in_use(path):
-            record._died()
-            record.status = "died"
+            record.status = "finished" if (path / "finished").exists() else "died"  # the loop was left with `break`
+            if record.status == "died":
+                record._died()
         return record
 
     @property
@@ -161,9 +163,7 @@ class Record:
 
     def _taken(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for event in events:
-            with suppress(
-                TypeError, ValueError, OverflowError, RecursionError
-            ):  # an event of odd types counts for nothing
+            with suppress(TypeError, ValueError, OverflowError, RecursionError):  # odd types count for nothing
                 self._take(event)
             yield event
 
@@ -185,8 +185,10 @@ class Record:
             self.blocked_seconds += number(event.get("blocked_seconds")) or 0.0
         elif kind == "phases":
             self.ranks.setdefault(_whole(event.get("rank")) or 0, RankTimes()).take(event)
+        elif kind == "peak":
+            self.peak = _numbers(event)
         elif kind in ("update", "epoch", "evaluate") and update is not None:
-            known = _numbers({name: event.get(name) for name in KNOWN_CURVES})
+            known = _numbers({name: event.get(name) for name in WORDS["curves"]})
             values = {**known, **{n: one for n, one in _numbers(event.get("metrics")).items() if n not in known}}
             {"update": self.points, "epoch": self.epochs, "evaluate": self.evaluations}[kind].add(update, values)
         if update is not None and kind in ("update", "epoch", "evaluate", "phases", "stop", "finish"):
@@ -200,8 +202,9 @@ class Record:
             into.append({**_shown(event), **typed, "kind": kind})
 
     def _died(self) -> None:
-        job = self.starts[-1].get("job") if self.starts else None
-        self._count("died", {"t": self.newest, "update": self.last_update, "job": job})
+        start = self.starts[-1] if self.starts else {}
+        logs = f"{start['job']}-restart{start['attempt']}" if start.get("attempt") else start.get("job")
+        self._count("died", {"t": self.newest, "update": self.last_update, "logs": logs})
 
 
 def _whole(value: object) -> int | None:

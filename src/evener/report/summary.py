@@ -5,70 +5,39 @@ from __future__ import annotations
 import shlex
 import statistics
 import time
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
+from dataclasses import asdict
 from typing import Any
 
-from evener.report.events import number
-from evener.report.record import KNOWN_CURVES, ORDINARY, RankTimes, Record
+from evener.report.record import ORDINARY, WORDS, RankTimes, Record
 from evener.report.text import clean, format_count, format_number, format_seconds
 
-# Phases in the order of a step, and how people call them.
-PHASES = {
-    "data_wait": "waiting for rows",
-    "host_to_device": "copy to the device",
-    "forward": "forward",
-    "backward": "backward",
-    "reduction": "reduction not hidden",
-    "optimizer": "optimizer",
-    "other": "rest of the step",
-    "body": "loop body, saving",
-}
 _WAITS, _REDUCES, _BODY, _BLOCKED, _SKIPS = 0.10, 0.25, 0.25, 0.05, 0.01  # shares from which they are worth a word
-_ENVIRONMENT = (
-    "device",
-    "device_name",
-    "world_size",
-    "parameters",
-    "host",
-    "system",
-    "cpus",
-    "python",
-    "cwd",
-    "commit",
-)
+_ELSEWHERE = ("t", "kind", "update", "rank", "versions", "command", "job", "attempt")
 
 
-def summary(record: Record, predicted: Mapping[str, Any] | None, explained: Mapping[str, str]) -> dict[str, Any]:
-    """Values with units in their names; what is not known is None.
-
-    Args:
-        predicted: `chosen` of `evener plan --json`, where somebody gave one.
-        explained: The name of a job of `evener run` -> the cause that its logs show.
-    """
+def summary(record: Record, explained: Mapping[str, str]) -> dict[str, Any]:
+    """Values with units in their names; unknown is None. `explained`: a job's folder of logs -> what they show."""
     cost, start, points = record.goodput, record.starts[-1] if record.starts else {}, record.points
     times = record.ranks.get(0) or next(iter(record.ranks.values()), RankTimes())
     total, versions = sum(times.split.values()), start.get("versions")
+    environment = {**start, **(versions if isinstance(versions, dict) else {}), "starts": record.counts["start"]}
     told: dict[str, Any] = {
         "name": record.name,
         "directory": clean(record.path),
         "status": record.status,
         "updates": None if record.last_update is None else record.last_update + 1,
         "age_seconds": None if record.newest is None else max(0.0, time.time() - record.newest),
-        "wall_seconds": cost.wall_seconds if cost else None,
-        "goodput": cost.share if cost else None,
-        "restarts": cost.restarts if cost else None,
-        "redone_updates": cost.redone_updates if cost else None,
-        "lost_seconds": cost.lost_seconds if cost else None,
+        **asdict(cost),
+        "goodput": cost.share,
         "loss": points.last("loss"),
-        "metrics": {name: points.last(name) for name in points.names if name not in KNOWN_CURVES},
+        "metrics": {name: points.last(name) for name in points.names if name not in WORDS["curves"]},
         "evaluation": {name: record.evaluations.last(name) for name in record.evaluations.names},
         "rows_per_second": statistics.median(points.known("rows_per_second") or [0.0]) or None,
         "count_per_second": statistics.median(points.known("count_per_second") or [0.0]) or None,
         "model_flops_utilization": None,  # nobody counts a run's operations
         "seconds_per_update": times.seconds(),
-        "step_share": {name: times.split[name] / total for name in PHASES if name in times.split and total},
+        "step_share": {name: times.split[name] / total for name in WORDS["phases"] if name in times.split and total},
         "ranks": [
             {
                 "rank": rank,
@@ -81,8 +50,8 @@ def summary(record: Record, predicted: Mapping[str, Any] | None, explained: Mapp
         ],
         "memory_peak_bytes": int(max((one.memory_peak for one in record.ranks.values()), default=0)) or None,
         "memory_is": "of tensors on the GPU" if str(start.get("device")).startswith("cuda") else "of the whole process",
-        "predicted_peak_bytes": number((predicted or {}).get("peak_allocated_bytes")),
-        "predicted_seconds_per_update": number((predicted or {}).get("seconds_per_update")),
+        "predicted_peak_bytes": record.peak.get("predicted_bytes"),
+        "compared_peak_bytes": record.peak.get("real_bytes"),
         "checkpoints": record.counts["checkpoint"],
         "checkpoint_blocked_seconds": record.blocked_seconds,
         "skipped_updates": record.counts["skip"],
@@ -92,9 +61,7 @@ def summary(record: Record, predicted: Mapping[str, Any] | None, explained: Mapp
         "contract": record.contracts,
         "fields": [{"keyword": name, **one} for name, one in record.config.items()],
         "notes": dict(record.notes),
-        "environment": {name: start[name] for name in _ENVIRONMENT if start.get(name) is not None}
-        | (versions if isinstance(versions, dict) else {})
-        | {"starts": record.counts["start"]},
+        "environment": {name: one for name, one in environment.items() if one is not None and name not in _ELSEWHERE},
         "reproduce": _reproduce(record, start),
         "damaged_lines": record.counts["torn"],
     }
@@ -119,11 +86,10 @@ def _findings(record: Record, times: RankTimes) -> list[str]:
     share = {name: value / (sum(times.split.values()) or 1.0) for name, value in times.split.items()}
     if losses and record.points.last("loss") is None:
         found.append("The newest loss is not finite: what came after the first such update taught the model nothing.")
-    if len(losses) > 20 and (end := statistics.median(losses[-len(losses) // 20 :])) > 2 * (
-        low := statistics.median(sorted(losses)[: len(losses) // 5])
-    ):
-        found.append(f"The loss rose again: about {format_number(end)} at the end, {format_number(low)} at its lowest.")
-    if cost and cost.restarts:
+    low, end = sorted(losses)[len(losses) // 10 :][:1], sorted(losses[-len(losses) // 20 :])
+    if len(losses) > 20 and (ends := end[len(end) // 2]) > 2 * low[0] > 0:
+        found.append(f"The loss rose again: it ends at {format_number(ends)}, and was at {format_number(low[0])}.")
+    if cost.restarts:
         found.append(f"Interruptions: {cost}.")
     if (skipped := record.counts["skip"]) > _SKIPS * max(100, record.last_update or 0):
         found.append(f"{format_count(skipped)} updates were skipped: their gradients were not finite.")
@@ -134,15 +100,13 @@ def _findings(record: Record, times: RankTimes) -> list[str]:
         found.append(f"Rank {worst} waits for rows {waits[worst]:.0%} of its time: {how}.")
     if (slow := record.straggler()) is not None:
         own, usual = (f"{1000 * seconds:.3g} ms" for seconds in slow[1:])
-        found.append(
-            f"Rank {slow[0]} is the straggler: {own} of own work an update, {usual} elsewhere; the others wait."
-        )
+        found.append(f"Rank {slow[0]} is the straggler: {own} of own work an update, {usual} elsewhere.")
     elif share.get("reduction", 0.0) >= _REDUCES:
         why = "small updates, a slow link, or more processes than cores"
         found.append(f"{share['reduction']:.0%} of the time goes into reductions that no backward hides: {why}.")
     if share.get("body", 0.0) >= _BODY:
         found.append(f"{share['body']:.0%} of the time is the loop's own body: evaluations, logging, saving.")
-    if cost and cost.wall_seconds and (part := record.blocked_seconds / cost.wall_seconds) >= _BLOCKED:
+    if cost.wall_seconds and (part := record.blocked_seconds / cost.wall_seconds) >= _BLOCKED:
         found.append(f"Checkpoints kept the training waiting {part:.0%} of the time.")
     return found
 
@@ -151,17 +115,16 @@ def _in_words(record: Record, explained: Mapping[str, str]) -> list[dict[str, An
     """The incidents with what they mean, from incidents.toml; a kind that it does not know, with its fields."""
     from jinja2 import Environment
 
-    table = tomllib.loads(resources.files("evener.report").joinpath("incidents.toml").read_text("utf-8"))
     # It is the page that escapes: the JSON has the texts as they are.
     env = Environment(autoescape=False, finalize=lambda value: value if value or value == 0 else "unknown")
     found = []
     for one in record.incidents:
         shown = {name: format_number(v) if isinstance(v, float) else v for name, v in one.items()}
         fields = [f"{name} {v}" for name, v in shown.items() if v is not None and name not in ("t", "kind", "rank")]
-        words = table.get(one["kind"], {"title": one["kind"].replace("_", " ").capitalize(), "what": ""})
+        words = WORDS["incidents"].get(one["kind"], {"title": one["kind"].replace("_", " ").capitalize(), "what": ""})
         told = {"title": words["title"], "what": env.from_string(words["what"]).render(shown) or "; ".join(fields)}
         told |= {"why": words.get("why"), "do": words.get("do")}
-        if one["kind"] == "died" and (cause := explained.get(str(one.get("job")))):
+        if one["kind"] == "died" and (cause := explained.get(str(one.get("logs")))):
             told |= {"why": f"The logs of its job say: {cause}", "do": None}
         found.append({**{name: one[name] for name in ("t", "update", "rank", "kind")}, **told})
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,22 +19,15 @@ import torch
 PHASES = ("data_wait", "host_to_device", "forward", "backward", "reduction", "optimizer", "other", "body")
 _OUTSIDE = ""  # the name of a lap that ends what belongs to no phase
 _SAMPLE_SECONDS = 1.0
-
-
-class Phases(Protocol):
-    def lap(self, name: str) -> None:
-        """`name` ends here; it began with the lap before."""
-
-    def take(self, waited: float, stepped: float, rest: float, updates: int) -> tuple[dict[str, float], int] | None:
-        """(seconds per phase, updates they are of) since this was asked last; None where nothing is known.
-
-        Args:
-            waited, stepped, rest: the host's seconds in the same time: waiting for rows, in the step, in the body.
-        """
+Split = tuple[dict[str, float], int] | None
 
 
 class HostPhases:
-    """The host's clock: for a device that computes while the host waits."""
+    """The host's clock: for a device that computes while the host waits.
+
+    `lap(name)`: the phase ends here; it began with the lap before. `take`: (seconds per phase, updates they are of)
+    since it was asked last, given the host's seconds of waiting for rows, of steps, and of the loop's body.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((_OUTSIDE, *PHASES), 0.0)
@@ -45,7 +38,7 @@ class HostPhases:
         self.seconds[name] += now - self.mark
         self.mark = now
 
-    def take(self, waited: float, stepped: float, rest: float, updates: int) -> tuple[dict[str, float], int] | None:
+    def take(self, waited: float, stepped: float, rest: float, updates: int) -> Split:
         split = {name: self.seconds[name] for name in PHASES}
         for name in self.seconds:
             self.seconds[name] = 0.0
@@ -54,10 +47,7 @@ class HostPhases:
 
 
 class DevicePhases:
-    """CUDA events around the phases of one update a second, from the end of the update before to its own end.
-
-    marker: makes an event and puts it into the current stream.
-    """
+    """Events of `marker` around the phases of one update a second, from the end of the one before to its own end."""
 
     def __init__(self, marker: Callable[[], Any]) -> None:
         self.marker, self.due = marker, 0.0
@@ -74,7 +64,7 @@ class DevicePhases:
             self.due = time.perf_counter() + _SAMPLE_SECONDS
             self.open = [(_OUTSIDE, self.marker())]
 
-    def take(self, waited: float, stepped: float, rest: float, updates: int) -> tuple[dict[str, float], int] | None:
+    def take(self, waited: float, stepped: float, rest: float, updates: int) -> Split:
         split, number = dict.fromkeys(PHASES, 0.0), 0
         while self.marked and self.marked[0][-1][1].query():
             laps, number = self.marked.pop(0), number + 1
@@ -93,14 +83,15 @@ class DevicePhases:
         return (split, number) if number else None
 
 
+Phases = HostPhases | DevicePhases
+
+
 def phases_of(device: torch.device) -> Phases | None:
     """None on a device whose phases cannot be told apart."""
     if device.type == "cpu":
         return HostPhases()
-    return DevicePhases(_cuda_event) if device.type == "cuda" else None
+    return DevicePhases(_marker) if device.type == "cuda" else None
 
 
-def _cuda_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def _marker() -> Any:
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))

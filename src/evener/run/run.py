@@ -132,7 +132,7 @@ class Run:
         self._batches = 0
         self._stop_reason = ""
         self._loop_ended = False
-        self._error_before: BaseException | None = None  # an older cell's, in a notebook
+        self._error_before = _uncaught()  # an older cell's, in a notebook
         self._closed = True  # until it is open
         self._output: Output | None = None
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
@@ -275,6 +275,7 @@ class Run:
             versions=versions,
             device=str(self.device),
             job=self._job,
+            attempt=self._attempt,
             **(circumstances(self.engine.model, self.device) if self.is_main else {}),
         )
         line = self.contract_line()
@@ -829,6 +830,8 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        if (error := _uncaught()) is not None and error is not self._error_before:
+            self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
         self.feed.close()
         self._landed(wait=True)
         self._mark_finished()
