@@ -144,6 +144,16 @@ def _lists(batch: Any) -> Iterator[tuple[int, bool]]:
         yield from _lists(child)
 
 
+def cuttable(batch: Any, expected: int, split: Split | None = None) -> bool:
+    """Whether `part` surely gives rows: every tensor has `expected` of them, and no list may be one of rows itself."""
+    try:
+        if rows(batch, split) != expected:
+            return False
+    except DataError:
+        return False
+    return split is not None or _is_pair(batch) or expected not in dict(_lists(batch))
+
+
 def part(batch: Any, start: int, stop: int, split: Split | None = None) -> Any:
     """Rows start..stop-1 as views (no copy); with `split`, what it returns."""
     if split is not None:

@@ -15,7 +15,9 @@
     ├── LaunchError         1     processes that could not be started or ended badly
     ├── ShortageError       3     not enough idle GPUs now, or none here at all
     ├── DriverError         4     the GPU driver is broken or does not answer
-    └── NonFiniteError     66     `on_nonfinite="stop"`: too many updates in a row were not finite
+    ├── NonFiniteError     66     `on_nonfinite="stop"`: too many updates in a row were not finite
+    └── MemoryLimitError   67     out of memory, and nothing smaller is left to try
+        └── LessonError    69     out of memory, and no rank recovers alone: a restart goes on with a smaller cut
 
 The room of this module is the bottom: it imports nothing but the standard library.
 """
@@ -31,6 +33,8 @@ from types import TracebackType
 EXIT_USAGE = 2
 EXIT_STOPPED = 75  # "try again later": what requeueing schedulers look for
 EXIT_NONFINITE = 66
+EXIT_MEMORY = 67
+EXIT_LESSON = 69
 EXIT_SHORTAGE = 3
 EXIT_DRIVER = 4
 
@@ -143,6 +147,26 @@ class NonFiniteError(EvenerError):
     """`on_nonfinite="stop"`: too many updates in a row had gradients that are not finite."""
 
     exit_code = EXIT_NONFINITE
+
+
+class MemoryLimitError(EvenerError):
+    """Out of memory, and nothing smaller is left to try."""
+
+    exit_code = EXIT_MEMORY
+
+
+class LessonError(MemoryLimitError):
+    """Out of memory where no rank recovers alone. Started again, a run goes on from its checkpoint with a smaller cut.
+
+    microbatch_size: The cut to go on with.
+    """
+
+    exit_code = EXIT_LESSON
+    microbatch_size = 1
+
+    def of(self, microbatch_size: int) -> LessonError:
+        self.microbatch_size = microbatch_size
+        return self
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str | None:

@@ -33,9 +33,9 @@ class Slot:
         return tensor
 
     def remember(self) -> None:
-        self.tensor = self.now()
-        self.value = self.tensor.detach().clone()
-        self.version = self.tensor._version
+        now = self.now()
+        self.value = now.detach().clone()
+        self.tensor, self.version = now, now._version
 
     def changed(self) -> bool:
         # Either written in place, or replaced (self.average = 0.9 * self.average + ...).
@@ -74,6 +74,7 @@ class Buffers:
         self.flats: dict[int, torch.Tensor] = {}
         self.counters: torch.Tensor | None = None
         self.old: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.begun = False
         self._use(range(len(self.slots)))  # everything, until the first update shows which ones change
 
     def _use(self, positions: Iterable[int]) -> None:
@@ -82,7 +83,7 @@ class Buffers:
         self.integers = [slot for slot in used if not slot.value.is_floating_point()]
 
     def begin(self) -> None:
-        self.flats, self.counters, self.old = {}, None, None
+        self.flats, self.counters, self.old, self.begun = {}, None, None, False
         used = [*self.floats, *self.integers]
         for slot in self.slots:
             if slot.changed():  # by the user between updates, or by loading a state
@@ -92,6 +93,7 @@ class Buffers:
             torch._foreach_copy_([slot.value for slot in used], [slot.tensor for slot in used])
             for slot in used:
                 slot.version = slot.tensor._version
+        self.begun = True
 
     def left_out(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
         """Clones of the buffers that change in training and are not among the saved names (persistent=False)."""
@@ -150,15 +152,19 @@ class Buffers:
             self._drop_constant()
         if not rows:
             return
-        old = old_counters = torch.zeros(0)
+        old = old_counters = new = new_counters = torch.zeros(0)
         if self.floats:
             old = _flat([slot.value for slot in self.floats])
-            _write(self.floats, spread.fold(self.flats, nominal, old) / rows)
+            new = spread.fold(self.flats, nominal, old) / rows
         if self.integers:
             old_counters = _flat([slot.value for slot in self.integers])
-            new = self.counters if self.counters is not None else old_counters
-            _write(self.integers, self._first_rank_with_rows(new) if self.world_size > 1 else new)
-        self.old = (old, old_counters)
+            new_counters = self.counters if self.counters is not None else old_counters
+            if self.world_size > 1:
+                new_counters = self._first_rank_with_rows(new_counters)
+        self.old = (old, old_counters)  # before anything is written: from here on `rewind` can undo it
+        for slots, values in ((self.floats, new), (self.integers, new_counters)):
+            if slots:
+                _write(slots, values)
 
     def _drop_constant(self) -> None:
         """End of learning: what did not change on any rank leaves this update's vectors, and later ones."""
@@ -184,13 +190,22 @@ class Buffers:
                 if slots:
                     _write(slots, old)
 
+    def restore(self) -> None:
+        """Back to the values the update began with, wherever it failed; nothing where it had not begun."""
+        if self.old is not None:
+            self.rewind()
+        elif self.begun:
+            self.after_backward()
+
     def undo_if(self, found: torch.Tensor) -> None:
         """Back to the initial values where the update is skipped; decided on the device, no host sync."""
+        self.begun = False
         if self.old is None:
             return
         for slots, old in zip((self.floats, self.integers), self.old):
             if slots:
                 _write(slots, torch.where(found.bool(), old, _flat([slot.value for slot in slots])))
+        self.old = None
 
 
 def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from evener.engine.digest import digest_of
 from evener.engine.ema import Ema
 from evener.engine.flags import Flags
 from evener.engine.join import Join, Part
+from evener.engine.oom import Ladder
 from evener.engine.optim import check_parameters
 from evener.engine.pins import Pins
 from evener.engine.precision import Precision, cast_parameters, decide
@@ -210,6 +211,10 @@ class Engine:
                 f"scaler= was given, but precision {self.precision.name} needs no loss scale.",
                 fix=['precision="fp16"', "or leave scaler out"],
             )
+        whole = "a slice is computed alone, whatever fits" if self.cut.slice_size is not None else ""
+        if not whole and batchnorm != "frozen" and bn.has_batchnorm(self.model):
+            whole = "BatchNorm would see fewer rows, and the result would be another"
+        self.ladder = Ladder(self, why_whole=whole)
         self.targets: dict[str, Target] = {}
         names = list(optimizers)
         self.make_spread = functools.partial(

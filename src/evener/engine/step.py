@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from evener.engine.join import Part
+from evener.engine.oom import PROVEN, STEPPED, UNTRIED, Again, Held, free, is_oom
 from evener.engine.precision import refuse_autocast
 from evener.engine.tally import Tally, as_loss, refuse_names
 from evener.engine.target import LossFn, Target
@@ -72,14 +73,30 @@ def backward(
     if target.training() != target.seen:
         engine.retarget(target)
     states = engine.randomness.save()
+    ladder = engine.ladder
     try:
         if engine.join is not None:
             parts = engine.join.fill(parts, nominal if as_cut and all_delivered else None)
             engine.join.inside = True
-        done = _pieces(engine, target, loss_fn, parts, nominal, all_delivered)
+        while True:
+            pieces = ladder.cut(engine, target, parts) if ladder.level else parts
+            try:
+                done = _pieces(engine, target, loss_fn, pieces, nominal, all_delivered)
+                break
+            except RuntimeError as error:
+                votes = error.votes if isinstance(error, Again) else None
+                words = "" if isinstance(error, Again) else _first_line(error)
+                if words and not is_oom(error):
+                    raise
+            # Here and not in the handler, whose traceback keeps the tensors of what failed.
+            if engine.shards is None:
+                target.spread.begin(nominal or 1)
+            engine.buffers.restore()
+            free(engine.device)
+            ladder.learn(engine, target, pieces, words, votes)
+        ladder.tries = 0
     except BaseException:
-        if engine.buffers.any:
-            engine.buffers.after_backward()  # loss_fn raised: its forward counts for nothing
+        engine.buffers.restore()  # loss_fn raised: its forward counts for nothing
         if engine.shards is not None:
             engine.shards.reset()
         raise
@@ -105,6 +122,8 @@ def _pieces(
     slots = spread.slots(nominal or 1)
     # In exact mode the division comes last, one factor for every element alike.
     known = None if engine.batch.exact else rows
+    # Nothing travels before all ranks are known to have come through, unless that was proven.
+    overlap = engine.distributed and (target.trust == PROVEN or not engine.ladder.votes)
     spread.begin(nominal or 1)
     if buffers.any:
         buffers.begin()
@@ -118,6 +137,7 @@ def _pieces(
             kept = [parameter.grad for parameter in target.parameters]
             for parameter in target.parameters:
                 parameter.grad = None
+        target.phase = "forward"
         randomness.begin_piece(engine.number, number)
         if autocast is None:
             output = spread.forward(loss_fn, engine.given, batch, count)
@@ -135,10 +155,11 @@ def _pieces(
             refuse_names(target.names, metrics)
         if buffers.any and not idle:
             buffers.after_forward(number, count)
-        if i == last and engine.distributed:
+        target.phase = "backward"
+        if i == last and overlap:
             sums, waiting = _send(engine, target, tally, slots)
         lap("forward")
-        spread.before_backward(i == last and not idle)
+        spread.before_backward(overlap and i == last and not idle)
         value = loss.value
         assert isinstance(value, torch.Tensor)
         if value.dtype in (torch.float16, torch.bfloat16):
@@ -160,10 +181,14 @@ def _pieces(
         if buffers.any:
             buffers.after_backward()
         lap("backward")
-    if not parts and engine.distributed:
+    if engine.distributed and waiting is None:
         if target.names is None:
             target.agree(tally, nominal, 0)
+        if not overlap:
+            engine.ladder.agree(engine, target)
+        target.phase = "reduction"
         sums, waiting = _send(engine, target, tally, slots)
+    target.phase = "reduction"
     gradients = spread.finish()
     if waiting is not None:
         waiting()
@@ -197,62 +222,90 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
 
     fold: The factor that is owed goes into the clip: one pass over the gradients. Else `.grad` is final already.
     """
-    target, tally, sums, rows, gradients = done.target, done.tally, done.sums, done.rows, done.gradients
-    factor = None
-    if fold:
-        factor = target.factor(tally, sums, rows)
-    else:
-        if not done.unscaled:
-            unscale(done)
-        if engine.before_step is not None:
-            engine.before_step(engine.given)
-        gradients = target.spread.gradients()  # surgery may have replaced them
+    target, tally, sums, rows = done.target, done.tally, done.sums, done.rows
+    held, unscaled, words = None, done.unscaled, ""
+    if target.trust == UNTRIED and engine.shards is None and not (engine.distributed and engine.before_step):
+        target.settle()
+        held = Held(engine, target)
+    while True:
+        try:
+            gradients = done.gradients
+            factor = None
+            if fold:
+                factor = target.factor(tally, sums, rows)
+            else:
+                if not done.unscaled:
+                    unscale(done)
+                if engine.before_step is not None:
+                    engine.before_step(engine.given)
+                gradients = target.spread.gradients()  # surgery may have replaced them
 
-    norm = target.spread.norm(gradients)
-    if factor is not None:
-        norm = norm * factor
-    # The vote: what is not finite in any reduced gradient is not finite in their norm, on every rank alike.
-    found = torch.zeros((), dtype=torch.float32, device=norm.device)
-    torch._amp_foreach_non_finite_check_and_unscale_([norm], found, target.constant(1.0, torch.float32))
-    if target.max_grad_norm is not None:
-        clip = torch.clamp(target.max_grad_norm / (norm + 1e-6), max=1.0)
-        factor = clip if factor is None else factor * clip
-    if factor is not None and gradients:
-        torch._foreach_mul_(gradients, factor)
-    if not gradients:
-        found.fill_(1.0)
+            norm = target.spread.norm(gradients)
+            if factor is not None:
+                norm = norm * factor
+            # The vote: what is not finite in any reduced gradient is not finite in their norm, on every rank alike.
+            found = torch.zeros((), dtype=torch.float32, device=norm.device)
+            torch._amp_foreach_non_finite_check_and_unscale_([norm], found, target.constant(1.0, torch.float32))
+            if target.max_grad_norm is not None:
+                clip = torch.clamp(target.max_grad_norm / (norm + 1e-6), max=1.0)
+                factor = clip if factor is None else factor * clip
+            if factor is not None and gradients:
+                torch._foreach_mul_(gradients, factor)
+            if not gradients:
+                found.fill_(1.0)
 
-    target.settle()  # the previous update's flag has landed: its schedule step comes before this optimizer step
-    lr = target.optimizer.param_groups[0]["lr"]
-    scale = None
-    if target.loss_scale is not None:
-        scale = target.loss_scale.scale.clone()
-        target.loss_scale.update(target.scaler_vote(found, tally, sums))
-    target.optimize(found)
-    if engine.buffers.any:
-        engine.buffers.undo_if(found)
-    if engine.ema is not None:
-        engine.ema.update(found, target.parameters)
-    for parameter in target.parameters:
-        parameter.grad = None  # freed during the next forward
-    if engine.shards is not None:
-        engine.shards.clear()
-    now = time.perf_counter()
-    update = Update(
-        engine.number,
-        tally=tally,
-        sums=sums,
-        names=target.names or (),
-        rows=rows,
-        microbatches=done.pieces,
-        lr=lr.clone() if isinstance(lr, torch.Tensor) else lr,
-        norm=norm,
-        found=found,
-        scale=scale,
-        seconds=now - engine.began,
-    )
-    engine.began = now
-    engine.lap("optimizer")
-    target.flags.take(update, found)
-    engine.number += 1
-    return update
+            target.settle()  # the previous update's flag has landed: its schedule step comes before this optimizer step
+            lr = target.optimizer.param_groups[0]["lr"]
+            scale = None
+            if target.loss_scale is not None:
+                scale = target.loss_scale.scale.clone()
+                target.loss_scale.update(target.scaler_vote(found, tally, sums))
+            stepped = target.optimize(found)
+            if engine.buffers.any:
+                engine.buffers.undo_if(found)
+            if engine.ema is not None:
+                engine.ema.update(found, target.parameters)
+            for parameter in target.parameters:
+                parameter.grad = None  # freed during the next forward
+            if engine.shards is not None:
+                engine.shards.clear()
+            now = time.perf_counter()
+            update = Update(
+                engine.number,
+                tally=tally,
+                sums=sums,
+                names=target.names or (),
+                rows=rows,
+                microbatches=done.pieces,
+                lr=lr.clone() if isinstance(lr, torch.Tensor) else lr,
+                norm=norm,
+                found=found,
+                scale=scale,
+                seconds=now - engine.began,
+            )
+            engine.began = now
+            engine.lap("optimizer")
+            target.flags.take(update, found)
+            if stepped and target.trust == UNTRIED:
+                target.trust = STEPPED
+            engine.number += 1
+            return update
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            again, words = held is not None and not words, _first_line(error)
+        if held is not None:
+            held.put_back()
+        free(engine.device)
+        if not again:
+            largest = max((entry[4] for entry in done.tally.entries), default=0)
+            whole = engine.ladder.why_whole
+            raise engine.ladder.error(engine, "optimizer", words, largest, 0 if whole or held else largest // 2, whole)
+        done.unscaled = unscaled
+        fields = {"phase": "optimizer", "ranks": [engine.group.rank], "microbatch_size": None, "text": words}
+        engine.report("oom", engine.number, fields)
+
+
+def _first_line(error: Exception) -> str:
+    """As evidence; never empty."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -15,6 +15,7 @@ import torch
 from evener.dist import comm
 from evener.engine.flags import Flags
 from evener.engine.mean import Mean
+from evener.engine.oom import MARK, UNTRIED, Again
 from evener.engine.optim import prepare
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
@@ -52,6 +53,7 @@ class Target:
         self.skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", None)
         self.skips_on_device = prepare(optimizer, exact=exact)
         self.device = parameters[0].device
+        self.phase = "forward"  # of the update in work
         self.master = parameters[0].dtype
         self.names: tuple[str, ...] | None = None  # of the metrics
         self.scalar: bool | None = None
@@ -64,6 +66,7 @@ class Target:
     def take(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = parameters
         self.seen = self.training()
+        self.trust, self.survived = UNTRIED, 0  # see oom.py
 
     def training(self) -> list[bool]:
         """Which of the optimizer's parameters train; compared before every update."""
@@ -138,8 +141,8 @@ class Target:
 
     # ------------------------------------------------------------------------------------------------ the update
 
-    def optimize(self, found: torch.Tensor) -> None:
-        """The optimizer's step, unless `found` says to skip: on the device, or by one scalar read."""
+    def optimize(self, found: torch.Tensor) -> bool:
+        """The optimizer's step, unless `found` says to skip: on the device, or by one scalar read (then False)."""
         if self.skips_on_device:
             optimizer: Any = self.optimizer
             optimizer.found_inf, optimizer.grad_scale = found, None
@@ -147,6 +150,9 @@ class Target:
             del optimizer.found_inf, optimizer.grad_scale
         elif not self.flags.read_now(found):
             self.optimizer.step()
+        else:
+            return False
+        return True
 
     def close(self) -> None:
         """Leave the model without hooks and the optimizer with the kernels it came with."""
@@ -174,8 +180,9 @@ class Target:
                 "loss_fn returned a scalar for one batch and a Mean for another: an update has one denominator.",
                 fix=["return evener.Mean(total=..., count=...) every time"],
             )
+        ignored = scalar and self.loss_is is None and (self.ignored_labels or _has_ignored_labels(batch))
         self.scalar = scalar
-        if scalar and self.loss_is is None and (self.ignored_labels or _has_ignored_labels(batch)):
+        if ignored:
             self.note_ignored_labels()
 
     def note_ignored_labels(self) -> None:
@@ -203,6 +210,8 @@ class Target:
             per_row = float(tally.denominator()) / tally.rows
             mine = {"names": sorted(tally.metrics[0]), "scalar": self.scalar, "per_row": per_row, "rows": mine_rows}
         every = [one for one in comm.all_gather(mine) if one is not None]
+        if MARK in every:
+            raise Again
         if not every:
             self.names = ()
             return

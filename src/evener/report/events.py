@@ -29,6 +29,11 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "zero_count": ("an update without anything to count (no tokens): skipped", ("row_ids",)),
         "scale_falling": ("the loss scale falls update after update", ("scale", "skipped_in_a_row")),
         "bad_row": ("a row of the dataset that could not be read", ("row", "error")),
+        "oom": (
+            "out of memory: the update is made again, with microbatches of so many rows (null: as before)",
+            ("phase", "ranks", "microbatch_size"),
+        ),
+        "grow": ("after a calm, larger microbatches are tried again (null: as configured)", ("microbatch_size",)),
         "unused_parameters": ("parameters that received no gradient", ("names",)),
         "evaluate": ("the means over an evaluation", ("metrics", "rows", "seconds")),
         "checkpoint": (
