@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.parser import Parser
-from evener.errors import EvenerError, LaunchError, UsageError, nearest
+from evener.errors import EXIT_LESSON, EvenerError, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,7 +185,9 @@ def carry_out(launch: Launch, launch_of: Callable[[int], Launch], restarts: int)
             if wait is not None:
                 print(f"evener: {wait}", file=sys.stderr)
             return ending.exit_code
-        print(f"evener: restart {len(attempts)} of {restarts} in {wait:.0f} s", file=sys.stderr)
+        failures = sum(one.ending.exit_code != EXIT_LESSON for one in attempts)
+        why = "start with the lesson" if ending.exit_code == EXIT_LESSON else f"restart {failures} of {restarts}"
+        print(f"evener: {why} in {wait:.0f} s", file=sys.stderr)
         time.sleep(wait)
         launch = launch_of(len(attempts))
 

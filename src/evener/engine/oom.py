@@ -156,7 +156,7 @@ class Ladder:
         """
         rows = max((rows for _, rows, _ in parts), default=0)
         whole = self.why_whole or _why_whole(engine, parts)
-        half = 0 if whole else rows // 2
+        half = 0 if whole or rows < 2 else -(-rows // 2)
         if engine.distributed and (not self.votes or target.trust == PROVEN or target.phase == "reduction"):
             raise self.error(engine, target.phase, words, rows, half, whole)
         mine = [int(bool(words)), half, PHASES.index(target.phase), 0]

@@ -71,6 +71,12 @@ def read_pids(logs: str, nproc: int) -> dict[int, int]:
     return found
 
 
+def any_left_with(code: int, logs: str, nproc: int) -> bool:
+    """Whether some rank says that it ended with this exit code."""
+    ended = (_read(os.path.join(logs, f"rank{rank}.json")).get("ended") for rank in range(nproc))
+    return any(isinstance(one, dict) and one.get("code") == code for one in ended)
+
+
 def read_ends(logs: str, nproc: int) -> list[RankEnd]:
     """One RankEnd per rank, in rank order."""
     codes, stopped = _agents_account(os.path.join(logs, "agent.log"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evener.errors import EXIT_LESSON
 from evener.launch.supervise import Ending
 
 # What comes out the same however often it is tried: wrong usage (2), too many updates that were not finite (66).
@@ -15,6 +16,7 @@ from evener.launch.supervise import Ending
 _FINAL = {0, 2, 66, 75, 130}
 _LONGEST_SECONDS = 60.0
 _SOON_SECONDS = 30.0
+_LESSONS = 12  # each at least halves the microbatch
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,12 @@ def seconds_to_wait(attempts: list[Attempt], allowed: int) -> float | str | None
         allowed: How many restarts the user allows.
     """
     newest = attempts[-1].ending
+    lessons = [one for one in attempts if one.ending.exit_code == EXIT_LESSON]
+    if newest.exit_code == EXIT_LESSON and not newest.stopped:  # not the user's restarts: the next start is another one
+        return 1.0 if len(lessons) <= _LESSONS else f"out of memory {len(lessons)} times, with ever smaller cuts"
     if allowed == 0 or newest.stopped or newest.exit_code in _FINAL:
         return None
-    if len(attempts) > allowed:
+    if len(attempts) - len(lessons) > allowed:
         return f"no restart is left of {allowed}"
     if len(attempts) > 1 and _same(attempts[-2], attempts[-1]):
         return "it failed twice in the same way, soon after its start: not restarted"

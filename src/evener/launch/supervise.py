@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from evener.errors import LaunchError
+from evener.errors import EXIT_LESSON, LaunchError
 from evener.launch import failure, hang, processes, records
 from evener.launch.command import Launch
 from evener.launch.console import Console, say
@@ -157,6 +157,11 @@ class _Supervisor:
             self._turn(0.1 if self.console.followers else 1.0)
             if self.launch.hang_after and self.hung is None and self.hang.is_there(ranks := self._ranks()):
                 self.hung, self.deadline = hang.described(self.launch.logs, ranks, self.hang.seconds), 0.0
+            if self.deadline == float("inf") and records.any_left_with(
+                EXIT_LESSON, self.launch.logs, self.launch.nproc
+            ):
+                # The others wait for it in a collective, where no request reaches them: they are ended here.
+                self.deadline = time.monotonic() + 1.0
 
     def _turn(self, seconds: float) -> None:
         """Waits for one thing to happen, for `seconds` at most, and deals with it."""

@@ -31,13 +31,21 @@ from evener.engine.engine import Models, Optimizers
 from evener.engine.join import Part
 from evener.engine.precision import refuse_autocast
 from evener.engine.setup import by_name, check_function, check_model
-from evener.errors import CheckpointError, DataError, ModelError, UsageError, show_errors_without_traceback
+from evener.errors import (
+    CheckpointError,
+    DataError,
+    LessonError,
+    ModelError,
+    UsageError,
+    show_errors_without_traceback,
+)
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
 from evener.report.goodput import newest_update
 from evener.run.beat import Beat
 from evener.run.epoch import Epoch, Sums
 from evener.run.evaluate import MetricFn, Walk, evaluate, predict
+from evener.run.lesson import learn, lesson_of
 from evener.run.output import Output
 from evener.run.phases import phases_of
 from evener.run.predicted import compare
@@ -123,6 +131,9 @@ class Run:
         source = source_of(dataset, config.stream)
         self.device = devices.device(plan.device if plan else None)
         self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)
+        learnt, where = comm.broadcast(lesson_of(config) if self.is_main else None)
+        if learnt:
+            self.config = config = Config.merge(keywords, ConfigFile.find(), flags, learnt, plan=decided)
         self.cursor = Cursor()
         self.total: int | None = None  # updates (or batches) of the loop that runs now; None where nobody knows
         self._until: int | None = None  # the epoch that it ends before, then
@@ -171,7 +182,7 @@ class Run:
         self.saving = Saving(config, self.engine, about, code_of(self.engine.model))
         silent = [cpu_beside_gpus(self.device, plan is not None and plan.device == "cpu")]
         silent += list(strays(self.engine.model, self.device))
-        self._begin([*source.notes, *weight_notes, *(line for line in silent if line)])
+        self._begin([*source.notes, *weight_notes, *where, *(line for line in silent if line)])
         self._watch = Watch(self, plan.trial) if plan is not None and plan.trial is not None else None
         self._closed = False
         self._beat.end()
@@ -434,13 +445,16 @@ class Run:
         line = self.profile.at(self.number, self.path, self.rank)
         if line:
             self._out.console.say(line)
-        update = self.engine.step_parts(
-            batch.parts,
-            portion.planned,
-            all_delivered=self.config.on_bad_sample == "raise" and portion.planned == portion.rows,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-        )
+        try:
+            update = self.engine.step_parts(
+                batch.parts,
+                portion.planned,
+                all_delivered=self.config.on_bad_sample == "raise" and portion.planned == portion.rows,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+            )
+        except LessonError as error:
+            raise learn(error, self.config, self.path, self.number) from None
         update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
         self._out.update(update, portion.rows, self._batches, self.total)
         self._beat()
@@ -894,6 +908,10 @@ class Run:
         line = in_words(kind, update, fields)
         if line:
             self._out.console.say(line)
+        if kind in ("oom", "grow"):  # the product stays, its factors have changed
+            line = self.contract_line()
+            self._out.console.contract(line)
+            self._out.folder.event("contract", update=update, line=line)
 
 
 def _close(run: weakref.ref[Run]) -> None:

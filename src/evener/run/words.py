@@ -17,6 +17,7 @@ import torch
 
 from evener.config import Config
 from evener.engine import Engine
+from evener.engine.cut import chop
 from evener.report.contract import Contract, PrecisionWords, contract_line, lr_line
 
 
@@ -24,6 +25,8 @@ def contract_of(config: Config, engine: Engine, rows: int) -> str:
     """The contract line for epochs of `rows` rows. The same on every rank; nothing is communicated."""
     size, world = min(config.global_batch_size, rows), engine.group.world_size
     most = max((replace(engine.cut, rank=rank).pieces(size) for rank in range(world)), key=len)
+    if (limit := engine.ladder.smallest()) is not None:
+        most = tuple(piece for whole in most for piece in chop(*whole, limit))
     target = next(iter(engine.targets.values()))
     schedule = target.schedule
     by: str | None = "metric" if schedule.by_user else schedule.by
@@ -87,6 +90,12 @@ def in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:
         names = fields["names"]
         shown = ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
         return f"no gradient reached: {shown}"
+    if kind == "oom":
+        who = ", ".join(map(str, fields["ranks"]))
+        then = f"microbatches of {fields['microbatch_size']} rows" if fields["microbatch_size"] else "as before"
+        return f"update {update}: out of memory in the {fields['phase']} on rank {who}; made again, {then}"
+    if kind == "grow":
+        return f"update {update}: a larger microbatch is tried again"
     if kind == "warning":
         return str(fields["text"])
     if kind == "bad_row":

@@ -1,0 +1,88 @@
+"""Out of memory where no rank recovers alone: a lesson in the run directory, all ranks end, and `evener run` goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import evener
+from tests.models import make, mlp_rows, row_loss
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+UPDATES = 6
+# From update 3 on the last rank cannot hold more than three rows at once.
+TRAIN = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch, evener
+from tests.test_oom_lesson_restarts import train
+train("runs/here", {how!r})
+"""
+
+
+def train(dir, how, **keywords):
+    model = make("mlp")
+    state = {"number": 0}
+    strategy = {"fsdp": "fsdp"}.get(how, "auto")
+
+    def loss_fn(model, batch):
+        last = evener.rank() == evener.world_size() - 1
+        if how in ("ddp", "fsdp") and last and state["number"] >= 3 and len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
+        return row_loss(model, batch)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with evener.Run(
+        model, optimizer, loss_fn, mlp_rows(48), global_batch_size=12, precision="fp32", save_every=2, dir=dir,
+        strategy=strategy, **keywords,
+    ) as run:  # fmt: skip
+        for update in run.updates(updates=UPDATES):
+            state["number"] = update.number + 1
+            if how == "optimizer" and update.number == 2 and run.config.microbatch_size is None:
+                run.optimizer.register_step_pre_hook(no_memory)
+        run.export("weights.safetensors" if how else f"{dir}.safetensors")
+    return run
+
+
+def no_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB (injected)")
+
+
+def check(tmp_path, how, nproc, lesson):
+    train(str(tmp_path / "calm"), "")
+    (tmp_path / "train.py").write_text(TRAIN.format(root=ROOT, how=how))
+    done = subprocess.run(
+        [sys.executable, "-m", "evener", "run", "--cpu", "--nproc", str(nproc), "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=900, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    here = tmp_path / "runs" / "here"
+    assert json.loads((here / "lesson.json").read_text())["microbatch_size"] == lesson, said
+    assert "Out of memory in the" in said and "start with the lesson in 1 s" in said, said
+    assert f"microbatch_size={lesson}, as learnt from running out of memory" in said, said
+    config = json.loads((here / "config.json").read_text())
+    assert config["microbatch_size"] == {"value": lesson, "origin": "lesson"}
+    events = [json.loads(line) for line in (here / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["kind"] in ("resume", "finish")] == ["resume", "finish"]
+    got, want = load_file(tmp_path / "weights.safetensors"), load_file(tmp_path / "calm.safetensors")
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="evener run")
+def test_overlapped_ddp(tmp_path):
+    check(tmp_path, "ddp", 2, 3)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("how", "nproc", "lesson"), [("fsdp", 2, 3), ("fsdp", 3, 2), ("optimizer", 1, 6)])
+def test_fsdp_and_a_proven_optimizer(tmp_path, how, nproc, lesson):
+    check(tmp_path, how, nproc, lesson)
