@@ -30,6 +30,7 @@ _WHERE = {
     "first": "evener.dist.first",
     "spawn": "evener.dist.spawn",
     "comm": "evener.dist",
+    "memory": "evener.dist.memory",
     "explain_error": "evener.explain",
     "make_plan": "evener.run.capture",
 }
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from evener.dist.info import rank as rank
     from evener.dist.info import seed as seed
     from evener.dist.info import world_size as world_size
+    from evener.dist.memory import memory as memory
     from evener.dist.spawn import spawn as spawn
     from evener.engine import Engine as Engine
     from evener.engine import Mean as Mean
