@@ -113,7 +113,7 @@ def _mine() -> int:
 
 def _devices() -> Iterator[DeviceMemory]:
     host, rss = psutil.virtual_memory(), psutil.Process().memory_info().rss
-    yield DeviceMemory("cpu", rss, None, _host_peak(), host.available, host.total)
+    yield DeviceMemory("cpu", rss, None, _host_peak(rss), host.available, host.total)
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return  # asking CUDA would make a context, which takes 300 MiB and more
     seen = {gpu.uuid: gpu for gpu in look_at_gpus(os.environ).gpus}
@@ -127,12 +127,13 @@ def _devices() -> Iterator[DeviceMemory]:
         yield DeviceMemory(f"cuda:{slot}", allocated, reserved, peak, free, total, others)
 
 
-def _host_peak() -> int | None:
+def _host_peak(now: int) -> int | None:
     if sys.platform == "win32":
         return None
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(now, most if sys.platform == "darwin" else 1024 * most)  # the kernel's own account is a little late
 
 
 def _limit(limit: str | int) -> None:
@@ -157,21 +158,25 @@ def _record(path: Path) -> None:
 
 def _holders() -> Iterator[str]:
     """The largest live tensors, one line for each storage, with the names that hold them."""
-    largest: dict[int, tuple[int, torch.Tensor]] = {}
+    held: dict[int, list[torch.Tensor]] = {}  # by storage: views hold it as well
     gradient_of: dict[int, torch.Tensor] = {}
     for one in gc.get_objects():
         # type(), not isinstance(): proxies and lazy modules answer that by doing something.
         if issubclass(type(one), torch.Tensor) and type(one) is not torch._subclasses.FakeTensor and not one.is_meta:
-            storage = one.untyped_storage()
-            largest.setdefault(storage.data_ptr(), (storage.nbytes(), one))
+            held.setdefault(one.untyped_storage().data_ptr(), []).append(one)
             if one.is_leaf and one.grad is not None:
                 gradient_of[id(one.grad)] = one
-    for size, tensor in sorted(largest.values(), key=lambda pair: -pair[0])[:_SHOWN]:
-        of = gradient_of.get(id(tensor))
-        names = _names(tensor) if of is None else [f"grad of {name}" for name in _names(of)]
-        shape, kind = "x".join(map(str, tensor.shape)) or "one number", str(tensor.dtype).removeprefix("torch.")
+    held.pop(0, None)  # empty ones
+    sizes = {where: tensors[0].untyped_storage().nbytes() for where, tensors in held.items()}
+    for where in sorted(sizes, key=lambda one: -sizes[one])[:_SHOWN]:
+        names = [name for one in held[where] for name in _names(one)]
+        names += [
+            f"grad of {name}" for one in held[where] if id(one) in gradient_of for name in _names(gradient_of[id(one)])
+        ]
+        one = held[where][0]
+        shape, kind = "x".join(map(str, one.shape)) or "one number", str(one.dtype).removeprefix("torch.")
         who = ", ".join(list(dict.fromkeys(names))[:3]) or "nobody that Python knows (a graph, or native code)"
-        yield f"{_size(size)} on {tensor.device}, {shape} {kind}: {who}"
+        yield f"{_size(sizes[where])} on {one.device}, {shape} {kind}: {who}"
 
 
 def _names(tensor: torch.Tensor) -> list[str]:
