@@ -188,28 +188,30 @@ def _names(tensor: torch.Tensor) -> list[str]:
             names += [f"{name} in {place}" for name, value in frame.f_locals.items() if value is tensor]
     for holder in gc.get_referrers(tensor):
         if type(holder) in (list, tuple):
-            names += [_owner(one, holder) for one in gc.get_referrers(holder) if isinstance(one, dict)]
-        elif isinstance(holder, dict):
+            names += [_owner(one, holder) for one in gc.get_referrers(holder)]
+        else:
             names.append(_owner(holder, tensor))
     return [name for name in names if name]
 
 
-def _owner(holder: dict[Any, Any], value: Any, depth: int = 3) -> str:
-    """The key of `value` in `holder` and whose dict that is; "" where nothing with a name has it."""
-    key = next((key for key, one in holder.items() if one is value), None)
-    if key is None:  # it is a key itself, or gone
+def _owner(holder: Any, value: Any, depth: int = 3) -> str:
+    """The name of `value` in a dict or an object, and whose that is; "" where nothing with a name has it."""
+    inside = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
+    key = next((key for key, one in inside.items() if one is value), None) if isinstance(inside, dict) else None
+    if key is None:  # it is a key itself, or not there by name
         return ""
+    if inside is not holder:
+        return f"{key} of a {type(holder).__name__}"
     if "__builtins__" in holder:
         return f"{key} of {holder.get('__name__')}"
     for one in gc.get_referrers(holder) if depth else ():
-        if isinstance(one, dict):
-            above = _owner(one, holder, depth - 1)  # a module's _parameters, an optimizer's state
-            if above and isinstance(key, str):
-                return f"{key} of {above.partition(' of ')[2] if above.startswith('_') else above}"
-            if above:
-                return above
-        elif getattr(one, "__dict__", None) is holder:
+        if getattr(one, "__dict__", None) is holder:
             return f"{key} of a {type(one).__name__}"
+        above = _owner(one, holder, depth - 1)  # a module's _parameters, an optimizer's state
+        if above and isinstance(key, str):
+            return f"{key} of {above.partition(' of ')[2] if above.startswith('_') else above}"
+        if above:
+            return above
     return ""
 
 
