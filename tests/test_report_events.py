@@ -31,7 +31,8 @@ def test_every_event_has_its_time_kind_update_and_rank(tmp_path):
 def test_the_schema_is_a_table_of_meanings_and_fields():
     assert set(KINDS) == {
         *("start", "contract", "update", "phases", "epoch", "skip", "zero_count", "scale_falling", "bad_row"),
-        *("unused_parameters", "evaluate", "checkpoint", "resume", "stop", "finish", "peak", "warning", "error"),
+        *("unused_parameters", "oom", "grow", "evaluate", "checkpoint", "resume", "stop", "finish", "peak", "warning"),
+        "error",
     }
     for meaning, fields in KINDS.values():
         assert meaning

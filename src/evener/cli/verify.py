@@ -38,7 +38,7 @@ examples:
   evener verify --only resume,corrupt --updates 20 train.py
   evener verify --json train.py > proof.json
 
-groups for --only: repeat, rows, microbatch, world, resume, corrupt, evaluate
+groups for --only: repeat, rows, microbatch, oom, world, resume, corrupt, evaluate
 exit codes: 0 the promise holds; 1 it does not, or the script fails; 2 a wrong option
 """
 

@@ -200,7 +200,7 @@ def _owner(holder: Any, value: Any, depth: int = 3) -> str:
     key = next((key for key, one in inside.items() if one is value), None) if isinstance(inside, dict) else None
     if key is None:  # it is a key itself, or not there by name
         return ""
-    if inside is not holder:
+    if not isinstance(holder, dict):
         return f"{key} of a {type(holder).__name__}"
     if "__builtins__" in holder:
         return f"{key} of {holder.get('__name__')}"

@@ -36,6 +36,7 @@ class Trial:
         answers: A trace whose evaluations are returned, one after the other, in place of evaluating.
         evaluate: The loss is evaluated on a few rows after the second batch, whatever the script does.
         still: Dropout layers drop nothing.
+        no_memory: Rank 0 runs out of memory in the first two updates, once in each: early, and in the middle.
     """
 
     folder: str
@@ -45,6 +46,7 @@ class Trial:
     answers: str | None = None
     evaluate: bool = False
     still: bool = False
+    no_memory: bool = False
 
 
 @dataclass(frozen=True)

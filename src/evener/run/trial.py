@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import safetensors.torch
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Subset
 
 from evener import batch as batches
@@ -59,6 +60,9 @@ class Watch:
         self.gradient: dict[str, torch.Tensor] = {}
         self.names = {id(one): plain_name(name) for name, one in run.engine.model.named_parameters()}
         self.user = _users_modules()
+        self.operations = self.injected = 0
+        if trial.no_memory:
+            run.engine.step_parts = functools.partial(self._without_memory, run.engine.step_parts)  # type: ignore[method-assign]
         self.randomness = run.engine.randomness = Listening(run.engine.randomness)
         self.answers: list[dict[str, float]] | None = None
         if trial.answers is not None:
@@ -93,6 +97,7 @@ class Watch:
             if isinstance(self.run.feed.source.dataset, Columns)
             else "rows",
             "number": self.run.number,
+            "compile": config.compile,
         }
         self._write("begin", batch=self.run._batches, **about, **self._there())
 
@@ -130,7 +135,7 @@ class Watch:
         if self.finished:
             return
         self.finished = True
-        again: dict[str, Any] = {}
+        again: dict[str, Any] = {"injected": self.injected}
         feed, config = self.run.feed, self.run.config
         if self.first_rows is not None and config.stream is None:
             found: list[Any] = []
@@ -144,6 +149,16 @@ class Watch:
             both = [(o.indices(e, 0, o.length(e)).tolist(), e) for o in (order, _fresh(order)) for e in (1, 0)]
             again["order"] = [[digest(ids) for ids, epoch in both if epoch == e] for e in (0, 1)]
         self._write("end", **again)
+
+    def _without_memory(self, step: Any, *args: Any, **how: Any) -> Any:
+        """One update, in which memory is missing once."""
+        if self.injected > 1 or not self.run.is_main:
+            return step(*args, **how)
+        target = self.run.engine._target(how.get("optimizer"))
+        with NoMemory(target, self.operations // 2 if self.injected else 5) as mode:
+            update = step(*args, **how)
+        self.operations, self.injected = mode.count, self.injected + mode.raised
+        return update
 
     # ------------------------------------------------------------------------------------------------ what is there
 
@@ -280,6 +295,22 @@ class Listening(Randomness):
         if self.seeded is not None:
             self.drawn |= any(not torch.equal(a, b) for a, b in zip(self.seeded, self.torch_states()))
         self.seeded = None
+
+
+class NoMemory(TorchDispatchMode):
+    """Raises once, in place of operation `at` of a target's forwards and backwards."""
+
+    def __init__(self, target: Any, at: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.target, self.at, self.count, self.raised = target, at, 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.target.phase in ("forward", "backward"):
+            self.count += 1
+            if self.count > self.at and not self.raised:
+                self.raised, self.count = 1, 0
+                raise torch.OutOfMemoryError("out of memory, as asked by a trial")
+        return function(*args, **(kwargs or {}))
 
 
 def digest(value: Any, user: frozenset[str] = frozenset(), *, limit: int | None = None) -> str:

@@ -9,7 +9,7 @@ killed and resumed          bits on as many processes, in either mode; on others
 newest checkpoint corrupted bits, and the one before it is used
 evaluate left out           bits; what it returned in the first run is returned without evaluating. Where nothing is
                             evaluated in the first batches, the loss is evaluated once instead
-out of memory               not tried: the engine does not recover from it yet. Its group belongs in `checks`.
+out of memory               as for another cut: it is missing twice, in a forward and in the middle of an update
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from evener.verify.blame import Kind, likely
 from evener.verify.compare import Comparison, Finding, Level, Trace, compare, differing
 from evener.verify.start import Starter
 
-GROUPS = ("repeat", "rows", "workers", "microbatch", "world", "resume", "corrupt", "evaluate")
+GROUPS = ("repeat", "rows", "workers", "microbatch", "oom", "world", "resume", "corrupt", "evaluate")
 # A trial is no run of the user's; rows are read where their dataset can be looked at.
 ALWAYS = {"logger": None, "profile": None, "num_workers": 0}
 _DEMANDED = {"bits": "bit-equal", "close": "close", "distribution": "one distribution"}
@@ -84,13 +84,12 @@ class Proof:
             yield from self._rows_again()
         if self._wanted("workers") and self.base.begin["reads"] == "rows":
             yield self._compared("2 data workers", "resume", overrides={"num_workers": 2})
-        if self._wanted("microbatch", "world") or (self._wanted("resume") and self.worlds[1:]):
+        if self._wanted("microbatch", "oom", "world") or (self._wanted("resume") and self.worlds[1:]):
             yield from self._cuts()
         if self._wanted("resume", "corrupt"):
             yield from self._resumes()
         if self._wanted("evaluate"):
             yield from self._evaluations()
-        self.not_checked["out of memory in the middle"] = "evener does not recover from it yet"
 
     # ------------------------------------------------------------------------------------------------ groups of checks
 
@@ -167,10 +166,23 @@ class Proof:
             check = self._compared(f"microbatches of {size}", "microbatch", self.whole[first], self.level, **cut)
             self.microbatch_held = check.holds
             yield check
+        if self._wanted("oom"):
+            yield from self._no_memory(self.whole[first])
         for number, world in enumerate(others if self._wanted("world") else ()):
             cut = {**self.cut, "fresh": number == 0}
             yield self._compared(_processes(world), "world", self.whole[first], self.level, world, **cut)
             self.whole[world] = self.newest
+
+    def _no_memory(self, whole: Trace) -> Iterator[Check]:
+        name = "out of memory in the middle"
+        if whole.begin["compile"]:
+            self.not_checked[name] = "it is injected between operations, and compile=True leaves none to see"
+            return
+        check = self._compared(name, "microbatch", whole, self.level, no_memory=True, **self.cut)
+        if check.result != "failed" and (self.newest.end or {}).get("injected") != 2:
+            self.not_checked[name] = "rank 0 had too little to compute to run out of memory twice"
+            return
+        yield check
 
     def _resumes(self) -> Iterator[Check]:
         """Killed in the middle of an update, and started again."""
