@@ -59,7 +59,7 @@ def parser() -> Parser:
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="a keyword of evener.Run, as in `evener run`")
     add("--calibration", metavar="FILE", help="measured speeds (default: ~/.cache/evener/calibration.json, if there)")
     add("--timeout", metavar="SECONDS", default="600", help="for the script up to its Run, and for each trace (600)")
-    add("--all", action="store_true", help="show every microbatch size that was looked at")
+    add("--all", action="store_true", help="compare every combination, however long it takes; show every microbatch")
     add("--json", action="store_true", help="print the result as JSON, progress goes to stderr")
     return options
 
@@ -96,6 +96,7 @@ def main(argv: list[str]) -> int:
             child.captured,
             machine,
             say=_say,
+            everything=given.all,
         )
         captured = child.captured
     if given.json:

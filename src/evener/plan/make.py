@@ -20,6 +20,7 @@ from evener.plan import search
 from evener.plan.captured import Captured
 from evener.plan.clock import Machine
 from evener.plan.search import Book, Plan, Row, Tracer
+from evener.plan.values import Cut
 
 # Keywords of Run that a plan decides; what the script gives itself stays.
 DECIDED = ("strategy", "precision", "microbatch_size", "activation_checkpointing", "saved_activations")
@@ -139,6 +140,7 @@ def make(
     *,
     say: Callable[[str], None] = lambda line: None,
     neighbours: bool = True,
+    everything: bool = False,
 ) -> Plan:
     """The plan for a captured step on a machine.
 
@@ -151,7 +153,7 @@ def make(
             fix=[f"--nproc {max(1, captured.global_batch_size // machine.nodes)} or less"],
         )
     book = Book(tracer, say)
-    rows = search.rows_of(book, captured, machine, world)
+    rows, left = search.rows_of(book, captured, machine, world, everything=everything)
     if not book.made and book.refused:
         raise next(iter(book.refused.values()))
     precision = search.natural_precision(captured, machine)
@@ -180,7 +182,7 @@ def make(
         kind=_kind_name(machine),
         neighbours=others,
         untraced=tuple(dict.fromkeys(line for row in rows for line in row.untraced)),
-        notes=_notes(rows, captured, machine),
+        notes=(*_left(left), *_notes(rows, captured, machine)),
         keywords=_keywords(chosen, captured),
     )
 
@@ -198,6 +200,13 @@ def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: M
     if captured.slice_size is not None:
         lines.append(f"a piece is one slice of {captured.slice_size} rows: exact or coupled code is never cut further")
     return lines
+
+
+def _left(cuts: list[Cut]) -> list[str]:
+    if not cuts:
+        return []
+    names = [" ".join((one.strategy, one.precision, f"recompute {one.activation_checkpointing}")) for one in cuts]
+    return [f"not compared, for the sake of time (--all does): {', '.join(names)}"]
 
 
 def _kind_name(machine: Machine) -> str:

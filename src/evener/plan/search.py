@@ -11,6 +11,7 @@ allocator: what is allocated is what is taken.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ from evener.plan.clock import Machine
 from evener.plan.values import Cut, Share, Term, Trace
 
 RESERVED_MARGIN = 0.12
+ENOUGH_SECONDS = 60.0  # of tracing, when a cut that fits is found: then the rest is not compared unless asked
 VERDICTS = ("fits", "tight", "does not fit", "not possible")
 RECOMPUTE = ("none", "selective", "full")
 _ORDER = ("single", "ddp", "dp", "hsdp", "fsdp")  # what is simpler and moves less, first
@@ -109,6 +111,7 @@ class Book:
     def __init__(self, tracer: Tracer, say: Callable[[str], None]) -> None:
         self.tracer, self.say = tracer, say
         self.made: dict[Cut, Trace] = {}
+        self.seconds = 0.0
         self.families: dict[tuple[Cut, int], estimate.Family | None] = {}
         self.refused: dict[Cut, EvenerError] = {}
 
@@ -118,11 +121,14 @@ class Book:
             raise self.refused[cut.family]
         if cut not in self.made:
             self.say(f"tracing {cut.words()}")
+            began = time.monotonic()
             try:
                 self.made[cut] = self.tracer(cut)
             except EvenerError as error:
                 self.refused[cut.family] = error
                 raise
+            finally:
+                self.seconds += time.monotonic() - began
         return self.made[cut]
 
     def trace(self, cut: Cut) -> Trace:
@@ -270,16 +276,32 @@ def natural_precision(captured: Captured, machine: Machine) -> str:
     return "bf16" if capability is None or capability >= (8, 0) else "fp16"
 
 
-def rows_of(book: Book, captured: Captured, machine: Machine, world: int) -> list[Row]:
-    """Every combination: the largest microbatch that fits, and the next larger one, which does not."""
-    return [row for cut in combinations(captured, machine, world) for row in _sizes(book, cut, captured, machine)]
+def rows_of(
+    book: Book, captured: Captured, machine: Machine, world: int, *, everything: bool = True
+) -> tuple[list[Row], list[Cut]]:
+    """Every combination: the largest microbatch that fits, after those that do not; and what was left out."""
+    rows: list[Row] = []
+    left: list[Cut] = []
+    for cut in combinations(captured, machine, world):
+        if not everything and book.seconds > ENOUGH_SECONDS and any(row.verdict == "fits" for row in rows):
+            left.append(cut)
+        else:
+            rows += _sizes(book, cut, captured, machine)
+    return rows, left
 
 
 def _sizes(book: Book, cut: Cut, captured: Captured, machine: Machine) -> Iterator[Row]:
     """From the largest microbatch on, until one fits."""
-    for size in microbatches(captured, cut.world_size * cut.devices):
+    sizes = microbatches(captured, cut.world_size * cut.devices)
+    for size in sizes:
         asked = with_microbatch(cut, captured, size)
         try:
+            if asked.microbatches == 1 and len(sizes) > 2 and book.seconds > 2 * len(book.made):
+                # Two pieces of this size need at most the gradients more: where they are far too large, so is one, and
+                # a family of traces is saved. Every size below needs those of two pieces anyway.
+                twice = price(book.trace(replace(asked, microbatches=2)), machine, captured)
+                if (twice.low_bytes or 0) - captured.parameter_bytes > machine.capacity_bytes:
+                    continue
             row = price(book.trace(asked), machine, captured)
         except EvenerError as error:
             yield Row(asked, "not possible", reason=" ".join([error.cause, *error.evidence[:1]]))
