@@ -195,7 +195,7 @@ def test_dry_run_prints_the_launch_and_makes_nothing(tmp_path):
             "--nproc",
             "2",
             "--set",
-            "lr=[1, 2]",
+            "microbatch_size=[1, 2]",
             "--dry-run",
             "train.py",
             "a b",
@@ -209,7 +209,7 @@ def test_dry_run_prints_the_launch_and_makes_nothing(tmp_path):
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stdout and "CUDA_VISIBLE_DEVICES=''" in done.stdout
     assert done.stdout.rstrip().endswith("train.py 'a b'") and "--nproc-per-node=2" in done.stdout
     held = next(line for line in done.stdout.splitlines() if "EVENER_PLAN holds" in line).partition(": ")[2]
-    assert json.loads(held)["overrides"] == {"lr": [1, 2]} and json.loads(held)["version"] == 1
+    assert json.loads(held)["overrides"] == {"microbatch_size": [1, 2]} and json.loads(held)["version"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 

@@ -12,15 +12,17 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.parser import Parser
-from evener.errors import EXIT_LESSON, EvenerError, LaunchError, UsageError, nearest
+from evener.errors import EXIT_STOPPED, EvenerError, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from evener.gpus.leases import Lease
     from evener.gpus.pick import Wish
     from evener.launch.command import Launch, Request
+    from evener.launch.layout import Layout, Round
     from evener.launch.machine import Gpus
+    from evener.launch.supervise import Ending
 
 DESCRIPTION = """\
 Take the idle GPUs of this machine (or those you say) under a lease, start SCRIPT once per GPU, as `python SCRIPT` would
@@ -114,6 +116,18 @@ def parser() -> Parser:
         help="slow, and says where a fault is: NaN traced, kernels waited for, collectives compared, NCCL's log kept; "
         "--debug=single: on one process first",
     )
+    add(
+        "--nodes",
+        metavar="N",
+        help="several hosts, the same command on each; 2:3 is an elastic range (Slurm, Kubernetes and SkyPilot say it)",
+    )
+    add("--head", metavar="HOST:PORT", help="where the hosts meet, on one of them; this port and the next are used")
+    add("--node-rank", metavar="R", help="this host's place; 0 is the head (default: by arrival)")
+    add("--join-timeout", metavar="TIME", default="5min", help="how long to wait for the other hosts (default: 5min)")
+    add("--requeue", action="store_true", help="after a stop that was saved: scontrol requeue $SLURM_JOB_ID")
+    add("--detach", action="store_true", help="go on without this terminal; the output goes to a file")
+    add("--sbatch", action="store_true", help="print a Slurm script for this command (--nodes, --gpus); start nothing")
+    add("--trainjob", metavar="IMAGE", help="print a Kubeflow TrainJob for this command; start nothing")
     add("--dry-run", action="store_true", help="print what would be started, and start nothing")
     return options
 
@@ -127,69 +141,145 @@ def main(argv: list[str]) -> int:
     import secrets
     import time
 
-    from evener.launch import command, machine
-    from evener.plan.handed import VARIABLE
+    from evener.launch import batch, command, detach, layout, machine
 
-    run_id = command.name_run(request.script, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2))
+    for word in given.set:
+        check_keyword(word)
     if given.gpus and request.cpu:
         raise UsageError(f"--cpu hides the GPUs, and --gpus {given.gpus} asks for some.", fix=["leave one of them out"])
     if not re.fullmatch(r"\d{1,6}", given.restarts):
         raise UsageError(f"--restarts {given.restarts} is not a number.", fix=["--restarts 5"])
-    restarts = int(given.restarts)
-    gpus, lease = (machine.Gpus(()), None) if request.cpu else take_gpus(given, request.nproc)
-
-    def launch_of(attempt: int) -> Launch:
-        return command.decide(request, machine.look(gpus), os.environ, run_id=run_id, cwd=os.getcwd(), attempt=attempt)
-
-    launch = launch_of(0)
-    if given.dry_run:
-        print(*(f"# {note}" for note in launch.notes), sep="\n")
-        print(f"# logs: {launch.logs}")
-        print(f"# {VARIABLE} holds: {launch.plan.to_json()}")
-        print(launch.command)
+    if given.sbatch or given.trainjob is not None:
+        print(batch.text(given, own, target), end="")
         return 0
-
-    if os.name != "posix":
+    hosts = layout.read(os.environ, given.nodes, given.head, given.node_rank)
+    if hosts is not None and hosts.task is not None and request.nproc not in (None, 1):
+        raise UsageError(
+            f"{hosts.source} started one task for every rank, and --nproc {request.nproc} asks for more in each.",
+            fix=["leave --nproc out", "or srun --ntasks-per-node=1 evener run SCRIPT"],
+        )
+    if hosts is not None and request.nproc is None:
+        request = dataclasses.replace(request, nproc=hosts.nproc)
+    if given.requeue:
+        batch.check_requeue(os.environ)
+    if os.name != "posix" and not given.dry_run:
         fix = ["run one process with `python script.py`"]
         raise LaunchError("`evener run` starts processes on Linux and macOS only.", fix=fix)
+    run_id = command.name_run(request.script, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2))
+    if given.detach and not given.dry_run:
+        detach.leave(os.path.join(request.logs, f"{run_id}.out"))
+    environ = layout.environ_of(hosts, os.environ)
+    gpus, lease = (machine.Gpus(()), None) if request.cpu else take_gpus(given, request.nproc, environ)
+    here = machine.look(gpus)
+
+    def launch_of(attempt: int, round: Round | None = None, request: Request = request, run_id: str = run_id) -> Launch:
+        return command.decide(request, here, environ, run_id=run_id, cwd=os.getcwd(), attempt=attempt, round=round)
+
+    if given.dry_run:
+        show(
+            launch_of(0, None if hosts is None else layout.sketch(hosts, command.processes(request, here)[0], run_id)),
+            hosts,
+        )
+        return 0
     with lease if lease is not None else contextlib.nullcontext():
-        if given.debug == "single" and launch.nproc > 1:
-            one = dataclasses.replace(request, nproc=1)
-            alone = command.decide(one, machine.look(gpus), os.environ, run_id=f"{run_id}-single", cwd=os.getcwd())
-            code = carry_out(alone, lambda attempt: alone, 0)
-            if code != 0:
-                print("evener: it fails on one process already: the others add nothing", file=sys.stderr)
-                return code
-            print(f"evener: one process ran to its end; now {launch.nproc}", file=sys.stderr)
-        return carry_out(launch, launch_of, restarts)
+        if hosts is not None:
+            code = together(hosts, request, command.processes(request, here)[0], launch_of, run_id, given)
+        else:
+            launch = launch_of(0)
+            if given.debug == "single" and launch.nproc > 1:
+                one = launch_of(0, None, dataclasses.replace(request, nproc=1), f"{run_id}-single")
+                code = carry_out(one, lambda attempt: one, 0)
+                if code != 0:
+                    print("evener: it fails on one process already: the others add nothing", file=sys.stderr)
+                    return code
+                print(f"evener: one process ran to its end; now {launch.nproc}", file=sys.stderr)
+            code = carry_out(launch, launch_of, int(given.restarts))
+    if given.requeue and code == EXIT_STOPPED and (hosts is None or not hosts.rank):
+        batch.requeue(os.environ)
+    return code
+
+
+def show(launch: Launch, hosts: Layout | None) -> None:
+    """What `--dry-run` prints."""
+    from evener.plan.handed import VARIABLE
+
+    print(*(f"# {note}" for note in launch.notes), sep="\n")
+    if hosts is not None:
+        many = hosts.most if hosts.least == hosts.most else f"{hosts.least} to {hosts.most}"
+        print(f"# {hosts.source}: {many} members meet at {hosts.head}:{hosts.port}, and agree on ranks there")
+    print(f"# logs: {launch.logs}")
+    print(f"# {VARIABLE} holds: {launch.plan.to_json()}")
+    print(launch.command)
 
 
 def carry_out(launch: Launch, launch_of: Callable[[int], Launch], restarts: int) -> int:
     """Until it has ended well, or was stopped, or has failed too often. Returns the exit code."""
     import time
 
-    from evener.cli.explain import explain_run
-    from evener.explain.host import oom_kills
-    from evener.launch.restart import Attempt, seconds_to_wait
-    from evener.launch.supervise import supervise
+    from evener.launch.restart import Attempt, seconds_to_wait, why_again
 
     attempts: list[Attempt] = []
     while True:
-        kills, started = oom_kills(), time.monotonic()
-        ending = supervise(launch, os.environ)
-        attempts.append(Attempt(ending, time.monotonic() - started))
-        if ending.error is not None:
-            print(f"evener: {explain_run(ending.error, launch.logs, started, kills)}", file=sys.stderr)
+        ending, text, seconds = one_attempt(launch)
+        attempts.append(Attempt(ending, seconds))
+        if text:
+            print(f"evener: {text}", file=sys.stderr)
         wait = seconds_to_wait(attempts, restarts)
         if not isinstance(wait, float):
             if wait is not None:
                 print(f"evener: {wait}", file=sys.stderr)
             return ending.exit_code
-        failures = sum(one.ending.exit_code != EXIT_LESSON for one in attempts)
-        why = "start with the lesson" if ending.exit_code == EXIT_LESSON else f"restart {failures} of {restarts}"
-        print(f"evener: {why} in {wait:.0f} s", file=sys.stderr)
+        print(f"evener: {why_again(attempts, restarts)} in {wait:.0f} s", file=sys.stderr)
         time.sleep(wait)
         launch = launch_of(len(attempts))
+
+
+def one_attempt(launch: Launch, others: Callable[[], str | None] = lambda: None) -> tuple[Ending, str, float]:
+    """How it ended, what is said about it, and how many seconds it took."""
+    import time
+
+    from evener.cli.explain import explain_run
+    from evener.explain.host import oom_kills
+    from evener.launch.supervise import supervise
+
+    kills, started = oom_kills(), time.monotonic()
+    ending = supervise(launch, os.environ, others)
+    seconds = time.monotonic() - started
+    return ending, "" if ending.error is None else explain_run(ending.error, launch.logs, started, kills), seconds
+
+
+def together(
+    hosts: Layout,
+    request: Request,
+    nproc: int,
+    launch_of: Callable[..., Launch],
+    run_id: str,
+    given: argparse.Namespace,
+) -> int:
+    """The same on several hosts: they meet, start, and end together. Returns the exit code, the same on all of them."""
+    from evener.gpus.pick import parse_seconds
+    from evener.launch import meeting
+
+    wait = parse_seconds(given.join_timeout, "--join-timeout")
+    what = " ".join(
+        [*(("-m",) if request.module else ()), request.script, *request.args, *map(repr, sorted(given.set))]
+    )
+    job, attempt = None, 0
+    with meeting.join(hosts, run_id, wait, int(given.restarts), nproc, what) as tie:
+        while True:
+            round = tie.gather(job, attempt)
+            launch = launch_of(round.attempt, round, run_id=round.job)
+            ending, text, seconds = one_attempt(launch, tie.tick)
+            verdict = tie.ended(ending, text, seconds)
+            if verdict.text:
+                logs = "" if verdict.host == round.name else f"\n  logs of this host: {launch.logs}"
+                host = "" if verdict.host == round.name else f"{verdict.host}: "
+                print(f"evener: {host}{verdict.text}{logs}", file=sys.stderr)
+            if verdict.why:
+                print(f"evener: {verdict.why}", file=sys.stderr)
+            if not verdict.again:
+                return verdict.code
+            job, attempt = round.job, round.attempt + 1
 
 
 def split(argv: list[str], options: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -269,14 +359,14 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
     )
 
 
-def take_gpus(given: argparse.Namespace, nproc: int | None) -> tuple[Gpus, Lease | None]:
+def take_gpus(given: argparse.Namespace, nproc: int | None, environ: Mapping[str, str]) -> tuple[Gpus, Lease | None]:
     """The GPUs of this launch, leased unless it is a dry run or a scheduler granted them."""
     from evener.gpus import Gpu, leases, look, pick, visible
     from evener.launch.machine import Gpus
 
     wish = to_wish(given, nproc)
     # In here an index is what nvidia-smi shows, and the ranks get the same order.
-    environ = {visible.ORDER: "PCI_BUS_ID", **os.environ}
+    environ = {visible.ORDER: "PCI_BUS_ID", **environ}
     folder = leases.Folder(given.lock_folder or leases.default_path())
     snapshot = look.look(environ, holder_of=folder.holder)
     if given.gpus is None:
@@ -348,6 +438,18 @@ def to_override(word: str) -> tuple[str, Any]:
         return key, text
 
 
+def check_keyword(word: str) -> None:
+    """A keyword that Run does not have is one error here, instead of one per rank after torch was imported."""
+    import difflib
+
+    key, _, value = word.partition("=")
+    known = keywords_of_run()
+    if key not in known:
+        (close,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        fix = [f"--set {close}={value} is the closest", "docs/keywords.md has all of them"]
+        raise UsageError(f"--set {word}: evener.Run has no keyword {key!r}.", fix=fix)
+
+
 def check_script(path: str) -> None:
     """The script is a file; otherwise one error here instead of one per rank."""
     if os.path.isfile(path):
@@ -358,12 +460,12 @@ def check_script(path: str) -> None:
     if folder and not os.path.isdir(folder):
         raise UsageError(f"There is no script {path}.", evidence=[f"there is no folder {folder} either"])
     scripts = sorted(one for one in os.listdir(folder or ".") if one.endswith(".py"))
-    close = nearest(name, scripts) or nearest(f"{name}.py", scripts)
-    fix = [f"evener run {os.path.join(folder, close)}"] if close else []
+    stem = name.removesuffix(".py")  # the ending alone makes any two scripts alike
+    close = nearest(stem, [one.removesuffix(".py") for one in scripts])
+    fix = [f"evener run {os.path.join(folder, close)}.py"] if close else []
     if re.fullmatch(r"\d+\w*", path):
         fix.append(f"--wait={path} is written with an equals sign, if it is a time")
     if re.fullmatch(r"\w+(\.\w+)+", path) and not path.endswith(".py"):
         fix.append(f"evener run -m {path}, if it is a module")
-    raise UsageError(
-        f"There is no script {path}.", fix=fix or [f"in that folder: {', '.join(scripts) or 'no .py file'}"]
-    )
+    shown = f"{', '.join(scripts[:8])}{', ...' if len(scripts) > 8 else ''}"
+    raise UsageError(f"There is no script {path}.", fix=fix or [f"in that folder: {shown or 'no .py file'}"])

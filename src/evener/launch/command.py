@@ -28,6 +28,7 @@ from typing import Any
 
 from evener.errors import DeviceError, UsageError
 from evener.launch import debug
+from evener.launch.layout import Round
 from evener.launch.machine import Machine
 from evener.plan.handed import VARIABLE, LaunchPlan
 
@@ -80,6 +81,7 @@ class Launch:
         notes: Lines for the user about what was chosen for them.
         cpus: The CPUs of every rank, where ranks are bound.
         leased: Descriptors that hold the lease of the GPUs; the agent gets them too.
+        first_rank: The lowest rank on this host.
     """
 
     run_id: str
@@ -94,6 +96,7 @@ class Launch:
     leased: tuple[int, ...] = ()
     debug: bool = False
     hang_after: float | None = None
+    first_rank: int = 0
 
 
 def shim_path() -> str:
@@ -109,31 +112,42 @@ def name_run(script: str, when: str, token: str) -> str:
 
 
 def decide(
-    request: Request, machine: Machine, environ: Mapping[str, str], *, run_id: str, cwd: str, attempt: int = 0
+    request: Request,
+    machine: Machine,
+    environ: Mapping[str, str],
+    *,
+    run_id: str,
+    cwd: str,
+    attempt: int = 0,
+    round: Round | None = None,
 ) -> Launch:
     """The launch for a request on a machine; a restarted job's next `attempt` has folders and stores of its own.
+
+    `round` is this host's place among several, as they agreed on it; the job's name and attempt are then in it.
 
     Raises UsageError or DeviceError when it cannot be what was meant.
     """
     if request.tee not in TEE:
         raise UsageError(f"--tee {request.tee} is not known.", fix=[f"--tee is one of: {', '.join(TEE)}"])
-    nproc, why = _processes(request, machine)
+    nproc, why = processes(request, machine)
     job, run_id = run_id, f"{run_id}-restart{attempt}" if attempt else run_id
+    if round is not None:  # hosts may share the disk of the logs, and one host may have several members
+        run_id = f"{run_id}-node{round.node_rank}"
     private = os.path.join(machine.temporary, f"evener-{run_id}")
     plan = LaunchPlan(
         run_id=job,
         device="cpu" if request.cpu else None,
-        store=os.path.join(private, "store"),
+        store=None if round else os.path.join(private, "store"),
         overrides=dict(request.overrides),
         decided=dict(request.decided),
         predicted=dict(request.predicted),
         attempt=attempt,
         beats=None if request.hang_after is None else os.path.join(private, "beats"),
     )
-    env = {
-        VARIABLE: os.path.join(private, "plan.json"),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    if round is None:
+        env = {VARIABLE: os.path.join(private, "plan.json"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    else:  # the value itself: hosts need not share a disk
+        env = {VARIABLE: plan.to_json()}
     if request.cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
         # Without it, accelerate on a machine without GPUs takes every rank for a job of its own, and says nothing.
@@ -155,9 +169,16 @@ def decide(
     on_cpu = request.cpu or not machine.gpus.words
     if request.debug:
         env |= debug.environment(os.path.join(cwd, request.logs, run_id), environ, cpu=on_cpu)
-    for name, value in (("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("GLOO_SOCKET_IFNAME", machine.loopback)):
-        if name not in environ:
-            env[name] = value
+    wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GLOO_SOCKET_IFNAME": machine.loopback}
+    if (
+        round is not None
+    ):  # by its own name a host may be 127.0.1.1: gloo and NCCL get the interface that leads to the head
+        wanted |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), round.interface)
+        last = round.first_rank + nproc - 1
+        notes[0] += (
+            f", rank{'s' if nproc > 1 else ''} {round.first_rank}{f'-{last}' if nproc > 1 else ''} of {round.world}"
+        )
+    env |= {name: value for name, value in wanted.items() if value and name not in environ}
     return Launch(
         run_id=run_id,
         nproc=nproc,
@@ -167,13 +188,14 @@ def decide(
         plan=plan,
         # PET_* variables (Kubernetes sets them) are defaults for every option of the agent that is not given here.
         command=Command(
-            _agent(request, machine, private, nproc, run_id),
+            _agent(request, machine, private, nproc, run_id, round),
             env,
             unset=tuple(sorted(name for name in environ if name.startswith("PET_"))),
         ),
         notes=("; ".join(notes), *machine.gpus.notes, *([debug.note(environ, cpu=on_cpu)] if request.debug else [])),
         debug=request.debug,
         hang_after=request.hang_after,
+        first_rank=round.first_rank if round else 0,
         cpus=cpus,
         leased=machine.gpus.leased,
     )
@@ -192,7 +214,7 @@ def _where(request: Request, machine: Machine) -> str:
     return "the CPU" if request.cpu or machine.gpus.words == () else machine.gpus.text
 
 
-def _processes(request: Request, machine: Machine) -> tuple[int, str]:
+def processes(request: Request, machine: Machine) -> tuple[int, str]:
     """How many, and why when it was not the user who said it."""
     gpus = machine.gpus.words
     if request.nproc is not None:
@@ -223,13 +245,34 @@ def _processes(request: Request, machine: Machine) -> tuple[int, str]:
     return (len(gpus), "") if gpus else (1, " (no GPU visible)")
 
 
-def _agent(request: Request, machine: Machine, private: str, nproc: int, run_id: str) -> tuple[str, ...]:
-    """torch's elastic agent for one machine, and the shim as the program of every rank."""
-    settings = {
-        "store_type": "file",
-        # The file store only ever grows: a heartbeat every 5 s, its default, is of no use to a single agent.
-        "keep_alive_interval": "3600",
-    }
+def _agent(
+    request: Request, machine: Machine, private: str, nproc: int, run_id: str, round: Round | None
+) -> tuple[str, ...]:
+    """torch's elastic agent for this machine, and the shim as the program of every rank."""
+    meet: tuple[str, ...]
+    if round is None:
+        meet = (
+            "--nnodes=1",
+            f"--nproc-per-node={nproc}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={os.path.join(private, 'rendezvous')}",
+            f"--rdzv-id={run_id}",
+            # The file store only ever grows: a heartbeat every 5 s, its default, is of no use to a single agent.
+            "--rdzv-conf=store_type=file,keep_alive_interval=3600",
+            "--local-addr=127.0.0.1",
+        )
+    else:
+        meet = (
+            f"--nnodes={round.nnodes}",
+            f"--nproc-per-node={nproc}",
+            f"--node-rank={round.node_rank}",
+            "--rdzv-backend=static",
+            f"--master-addr={round.head}",
+            f"--master-port={round.port}",
+            f"--rdzv-id={round.job}-{round.attempt}",
+            "--rdzv-conf=timeout=120",
+            f"--local-addr={round.local}",
+        )
     # The agent passes arguments through string.Template: a dollar sign has to be doubled to arrive as one.
     target = [arg.replace("$", "$$") for arg in (request.script, *request.args)]
     return (
@@ -237,13 +280,7 @@ def _agent(request: Request, machine: Machine, private: str, nproc: int, run_id:
         "-P",  # without it a file named like a standard module in the working directory would be the agent's
         "-m",
         "torch.distributed.run",
-        "--nnodes=1",
-        f"--nproc-per-node={nproc}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={os.path.join(private, 'rendezvous')}",
-        f"--rdzv-id={run_id}",
-        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
-        "--local-addr=127.0.0.1",
+        *meet,
         "--max-restarts=0",
         "--event-log-handler=console",  # one JSON line per rank at the end: the only place where exit codes are kept
         f"--log-dir={os.path.join(private, 'elastic')}",

@@ -13,7 +13,10 @@ import contextlib
 import os
 import sys
 import time
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from evener.launch.command import Launch
 
 CHUNK = 1 << 16
 
@@ -96,22 +99,26 @@ class Follower:
 class Console:
     """The channels of rank 0 and the followers of the others, pumped by the supervisor's loop."""
 
-    def __init__(self, tee: str, folder: str, logs: str, nproc: int) -> None:
+    def __init__(self, launch: Launch) -> None:
+        logs = launch.logs
+        ranks = range(launch.first_rank, launch.first_rank + launch.nproc)
         self.log: BinaryIO | None = None
         self.channels: dict[int, Channel] = {}
         self.followers: list[Follower] = []
         self.silenced: set[int] = set()
         self.line_open_since: float | None = None  # rank 0 is in the middle of a line
-        if tee == "none":
-            return
+        if launch.tee != "none" and 0 in ranks:
+            self._open_channels(launch.private, logs)
+        if launch.tee == "all":
+            self.followers = [Follower(os.path.join(logs, f"rank{rank}.log"), rank) for rank in ranks if rank > 0]
+
+    def _open_channels(self, folder: str, logs: str) -> None:
         self.log = open(os.path.join(logs, "rank0.log"), "ab", buffering=0)  # noqa: SIM115  (closed in close())
         for descriptor in (1, 2):
             with contextlib.suppress(OSError):  # a descriptor that is closed has no channel: rank 0 uses its file
                 same = 1 in self.channels and os.path.samestat(os.fstat(1), os.fstat(descriptor))
                 both_terminals = 1 in self.channels and self.channels[1].terminal and os.isatty(descriptor)
                 self.channels[descriptor] = self.channels[1] if same or both_terminals else Channel(descriptor, folder)
-        if tee == "all":
-            self.followers = [Follower(os.path.join(logs, f"rank{rank}.log"), rank) for rank in range(1, nproc)]
 
     def paths(self) -> dict[str, str]:
         """For the shim: the path behind each descriptor of rank 0."""

@@ -28,19 +28,24 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def tied_to_parent(signum: int) -> Callable[[], None] | None:
-    """A function for the child between fork and exec: it gets `signum` when the thread that started it ends (Linux)."""
-    if sys.platform != "linux":
-        return None
+def tied_to_parent(signum: int) -> Callable[[], None]:
+    """A function for the child between fork and exec: it gets `signum` when the thread that started it ends (Linux).
+
+    And it is deaf to USR1 and USR2, which a scheduler sends to every process of a job: they would end torch's agent,
+    and with it the ranks that want to save. The shim makes the ranks hear again.
+    """
     import ctypes
 
-    libc = ctypes.CDLL(None)  # loaded here, because a child between fork and exec should do as little as possible
-    parent = os.getpid()
+    # Loaded here, because a child between fork and exec should do as little as possible.
+    libc, parent = ctypes.CDLL(None) if sys.platform == "linux" else None, os.getpid()
 
     def tie() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
+        for one in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(one, signal.SIG_IGN)
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
+            if os.getppid() != parent:  # it died before the call
+                os._exit(1)
 
     return tie
 

@@ -61,33 +61,34 @@ class RankEnd:
     state: str | None = None
 
 
-def read_pids(logs: str, nproc: int) -> dict[int, int]:
+def read_pids(logs: str, nproc: int, first: int = 0) -> dict[int, int]:
     """Process ids of the ranks that have started so far."""
     found = {}
-    for rank in range(nproc):
+    for rank in range(first, first + nproc):
         record = _read(os.path.join(logs, f"rank{rank}.json"))
         if isinstance(record.get("pid"), int):
             found[rank] = record["pid"]
     return found
 
 
-def any_left_with(code: int, logs: str, nproc: int) -> bool:
+def any_left_with(code: int, logs: str, nproc: int, first: int = 0) -> bool:
     """Whether some rank says that it ended with this exit code."""
-    ended = (_read(os.path.join(logs, f"rank{rank}.json")).get("ended") for rank in range(nproc))
+    ended = (_read(os.path.join(logs, f"rank{rank}.json")).get("ended") for rank in range(first, first + nproc))
     return any(isinstance(one, dict) and one.get("code") == code for one in ended)
 
 
-def read_ends(logs: str, nproc: int) -> list[RankEnd]:
+def read_ends(logs: str, nproc: int, first: int = 0) -> list[RankEnd]:
     """One RankEnd per rank, in rank order."""
     codes, stopped = _agents_account(os.path.join(logs, "agent.log"))
     ends = []
-    records = [_read(os.path.join(logs, f"rank{rank}.json")) for rank in range(nproc)]
+    ranks = range(first, first + nproc)
+    records = [_read(os.path.join(logs, f"rank{rank}.json")) for rank in ranks]
     states: dict[str, str] = {}
     for record in records:
         for one, letter in (record.get("ended") or {}).get("others", {}).items():
             if states.get(one) != "T":  # who asked second found it going on again
                 states[one] = letter
-    for rank, record in enumerate(records):
+    for rank, record in zip(ranks, records):
         pid, ended = record.get("pid"), record.get("ended")
         told = ended if isinstance(ended, dict) else {}
         end = RankEnd(

@@ -45,6 +45,13 @@ def seconds_to_wait(attempts: list[Attempt], allowed: int) -> float | str | None
     return float(min(_LONGEST_SECONDS, 2 ** (len(attempts) - 1)))
 
 
+def why_again(attempts: list[Attempt], allowed: int) -> str:
+    """What the user is told about the next start."""
+    if attempts[-1].ending.exit_code == EXIT_LESSON:
+        return "start with the lesson"
+    return f"restart {sum(one.ending.exit_code != EXIT_LESSON for one in attempts)} of {allowed}"
+
+
 def _same(one: Attempt, other: Attempt) -> bool:
     """A script's own error that repeats. Not a kill: whoever kills may well kill again."""
     first, second = one.ending.error, other.ending.error

@@ -51,9 +51,11 @@ def main() -> None:
     target, args = (sys.argv[3], sys.argv[4:]) if module else (sys.argv[2], sys.argv[3:])
     rank = int(os.environ["RANK"])
     die_with_the_launcher(job["supervisor"])
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # torch's agent was started deaf to them, and hands that on
+        signal.signal(number, signal.SIG_DFL)
     redirect(job, rank)
     if job.get("cpus"):  # before any thread is started, so that all of them inherit it
-        os.sched_setaffinity(0, job["cpus"][rank])
+        os.sched_setaffinity(0, job["cpus"][int(os.environ["LOCAL_RANK"])])
     # A crash in C code leaves a Python stack in the log; without it a segmentation fault has no line.
     faulthandler.enable()
     show_stack_on_request(os.path.join(job["logs"], f"rank{rank}.stack"))
@@ -301,7 +303,8 @@ class Record:
         if STACK_SIGNAL is None:
             return
         states = {}
-        for rank in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+        for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 with open(os.path.join(os.path.dirname(self.path), f"rank{rank}.json"), encoding="utf-8") as file:
                     other = json.load(file)

@@ -6,7 +6,9 @@ leaves its ranks on the GPUs. Who ends whom:
     the supervisor is killed   the agent gets TERM (parent-death signal) and stops its ranks
     the agent is killed        its ranks get KILL (parent-death signal, set by the shim); the supervisor ends the rest
     a rank is killed           its forked data workers get KILL; the agent stops the other ranks
-    Ctrl-C, TERM, HUP          passed to the ranks once; after a grace period, or at the second signal, everything ends
+    Ctrl-C, TERM, HUP,         passed to the ranks once; after a grace period, or at the second signal, everything ends
+    USR1, USR2
+    another host fails         the ranks get TERM, and KILL soon after: they wait for peers that do not come
 
 A signal goes to the ranks and not to the agent: the agent passes it to whole process groups, data workers included, and
 a rank that wants to write a checkpoint before it ends then finds its data workers dead.
@@ -23,18 +25,21 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from evener.errors import EXIT_LESSON, LaunchError
+from evener.errors import EXIT_LESSON, EXIT_STOPPED, LaunchError
 from evener.launch import failure, hang, processes, records
 from evener.launch.command import Launch
 from evener.launch.console import Console, say
 
 # How long ranks may take after a signal. Ctrl-C is somebody waiting at a terminal; TERM is a batch system that wants a
 # checkpoint written (torch's agent and Slurm both give 30 s).
-GRACE_SECONDS = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
+# USR1 and USR2 are warnings long before the end, which the sender brings about (Slurm's --signal).
+GRACE_SECONDS = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0, signal.SIGUSR1: 600.0}
+GRACE_SECONDS[signal.SIGUSR2] = GRACE_SECONDS[signal.SIGUSR1]
+LOST_PEER_SECONDS = 5.0  # for ranks that wait for a host that is gone
 KILL_AFTER_SECONDS = 3.0
 # After a good end, helper processes (semaphore trackers, loggers) are ending too: no need to hurry them at once.
 SETTLE_SECONDS = 0.5
@@ -46,18 +51,23 @@ class Ending:
 
     exit_code: int
     error: LaunchError | None = None
-    stopped: bool = False  # by a signal to the launcher
+    stopped: bool = False  # on request: by a signal, or every rank saved and left
+    victim: bool = False  # of another host: its ranks lost their peers, or were ended for it
 
 
-def supervise(launch: Launch, environ: Mapping[str, str]) -> Ending:
-    """Carries out a launch and waits for its end. Call it from the main thread; it owns SIGINT, TERM, HUP meanwhile."""
+def supervise(launch: Launch, environ: Mapping[str, str], others: Callable[[], str | None] = lambda: None) -> Ending:
+    """Carries out a launch and waits for its end. Call it from the main thread; it owns its signals meanwhile.
+
+    `others` is asked about once a second whether the job's other hosts want this one's ranks ended: "failed" (there is
+    nothing to wait for), "asked" (to stop) or "regroup" (save, and come back). None: no.
+    """
     for note in launch.notes:
         say(note)
     _make_folders(launch)
     try:
-        console = Console(launch.tee, launch.private, launch.logs, launch.nproc)
+        console = Console(launch)
         try:
-            return _Supervisor(launch, console).run(environ)
+            return _Supervisor(launch, console, others).run(environ)
         finally:
             console.close()
     finally:
@@ -81,8 +91,9 @@ def _make_folders(launch: Launch) -> None:
 class _Supervisor:
     """One job: its agent, its signals, its loop. Used once."""
 
-    def __init__(self, launch: Launch, console: Console) -> None:
-        self.launch, self.console = launch, console
+    def __init__(self, launch: Launch, console: Console, others: Callable[[], str | None]) -> None:
+        self.launch, self.console, self.others = launch, console, others
+        self.cut = False  # ended because another host failed
         self.selector = selectors.DefaultSelector()
         self.wake_read, self.wake_write = socket.socketpair()
         self.received: signal.Signals | None = None  # the first request to stop
@@ -158,7 +169,7 @@ class _Supervisor:
             if self.launch.hang_after and self.hung is None and self.hang.is_there(ranks := self._ranks()):
                 self.hung, self.deadline = hang.described(self.launch.logs, ranks, self.hang.seconds), 0.0
             if self.deadline == float("inf") and records.any_left_with(
-                EXIT_LESSON, self.launch.logs, self.launch.nproc
+                EXIT_LESSON, self.launch.logs, self.launch.nproc, self.launch.first_rank
             ):
                 # The others wait for it in a collective, where no request reaches them: they are ended here.
                 self.deadline = time.monotonic() + 1.0
@@ -172,6 +183,9 @@ class _Supervisor:
                     self._on_signal(signal.Signals(number))
             else:
                 self.console.pump(key.data)
+        why = self.others()
+        if why is not None and self.received is None and not self.cut:
+            self._end_for_others(why)
         self.console.follow()
         self._reap()
 
@@ -194,15 +208,27 @@ class _Supervisor:
             self.deadline = time.monotonic() + GRACE_SECONDS[signum]
             what = "Ctrl-C" if signum == signal.SIGINT else signum.name
             say(f"{what}: stopping {self._count()} (once more to kill at once)")
-            ranks = self._ranks()
-            for pid in ranks.values():
-                processes.send(pid, signum)
-            if not ranks:  # none has started yet
-                processes.send(self.agent.pid, signum)
+            self._pass_on(signum)
+
+    def _end_for_others(self, why: str) -> None:
+        if why == "failed":
+            self.cut, self.deadline = True, time.monotonic() + LOST_PEER_SECONDS
+            self._pass_on(signal.SIGTERM)
+        else:
+            self.received = signal.SIGTERM if why == "asked" else signal.SIGUSR1
+            self.deadline = time.monotonic() + GRACE_SECONDS[self.received]
+            self._pass_on(self.received)
+
+    def _pass_on(self, signum: signal.Signals) -> None:
+        ranks = self._ranks()
+        for pid in ranks.values():
+            processes.send(pid, signum)
+        if not ranks:  # none has started yet
+            processes.send(self.agent.pid, signal.SIGTERM)
 
     def _ranks(self) -> dict[int, int]:
         """Process id of every rank that is alive."""
-        pids = records.read_pids(self.launch.logs, self.launch.nproc)
+        pids = records.read_pids(self.launch.logs, self.launch.nproc, self.launch.first_rank)
         return {rank: pid for rank, pid in pids.items() if processes.is_child(pid, self.agent.pid)}
 
     def _count(self) -> str:
@@ -250,7 +276,7 @@ class _Supervisor:
         self.console.drain()
 
     def _ending(self) -> Ending:
-        ends = records.read_ends(self.launch.logs, self.launch.nproc)
+        ends = records.read_ends(self.launch.logs, self.launch.nproc, self.launch.first_rank)
         if self.received is not None:
             # A rank that stopped in good order says so by its exit code (to be requeued, for example).
             codes = [end.code for end in ends if end.how == "exit" and end.code]
@@ -261,9 +287,14 @@ class _Supervisor:
             return Ending(1, self.hung)
         if self.agent.returncode == 0:
             return Ending(0)
+        if all(end.how == "exit" and end.code == EXIT_STOPPED for end in ends):
+            return Ending(EXIT_STOPPED, stopped=True)  # one rank was asked, and all have saved
+        if self.cut:
+            return Ending(1, victim=True)
         found = failure.find_cause(ends)
         if found is not None:
-            return Ending(found.exit_code, failure.as_error(found, self.launch.logs, os.getcwd()))
+            victim = found.raised is not None and failure.is_victim(found.raised)
+            return Ending(found.exit_code, failure.as_error(found, self.launch.logs, os.getcwd()), victim=victim)
         return self._agent_failed()
 
     def _agent_failed(self) -> Ending:

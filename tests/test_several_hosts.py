@@ -1,0 +1,244 @@
+"""`evener run --nodes`: several hosts meet, start and end together; every wait is bounded and says who is missing.
+
+Hosts are network namespaces; where they cannot be made the tests are skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import netns
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
+NO = netns.why_not()
+namespaces = pytest.mark.skipif(bool(NO), reason=NO or "none")
+LONG = 300  # seconds that no step takes, on however loaded a machine
+
+SUM = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, total = dist.get_rank(), torch.tensor([float(dist.get_rank())])
+dist.all_reduce(total)
+print("sum", total.item(), "of", dist.get_world_size(), "over", os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+if "fail" in sys.argv and rank == 2:
+    raise ValueError("row 7 is bad")
+while "long" in sys.argv or "fail" in sys.argv:
+    dist.all_reduce(total)
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TRAIN = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import torch, evener
+from tests.models import make, mlp_rows, row_loss
+model = make("mlp")
+run = evener.Run(model, torch.optim.AdamW(model.parameters(), lr=1e-2), row_loss, mlp_rows(48), global_batch_size=12,
+                 exact=True, slice_size=2, precision="fp32", save_every=1, dir="runs/one", timeout=60)
+for update in run.updates(updates=int(sys.argv[1])):
+    if run.is_main:
+        print("update", update.number, "of", run.world_size, flush=True)
+    time.sleep(float(sys.argv[2]))
+digest = run.digest()
+if run.is_main:
+    print("DIGEST", digest, flush=True)
+run.close()
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    (tmp_path / "sum.py").write_text(SUM)
+    (tmp_path / "train.py").write_text(TRAIN.format(root=ROOT))
+    with netns.made(3, tmp_path) as made:
+        yield made
+
+
+def finish(*processes: subprocess.Popen[str]) -> list[int]:
+    return [one.wait(LONG) for one in processes]
+
+
+def wait_for(path: Path, word: str, times: int = 1) -> None:
+    until = time.monotonic() + LONG
+    while not path.exists() or len(re.findall(word, path.read_text())) < times:
+        assert time.monotonic() < until, path.read_text() if path.exists() else f"no {path}"
+        time.sleep(0.1)
+
+
+def both(host: int, port: int = 29400, wait: str = "120") -> list[str]:
+    return ["--nodes", "3", "--head", f"host1:{port}", "--join-timeout", wait]
+
+
+# --- everything is there ----------------------------------------------------------------------------------------------
+
+
+@namespaces
+def test_three_hosts_train_together_where_the_heads_own_name_is_a_loopback_address(hosts):
+    hosts.names(1, own="127.0.1.1")  # as Debian and Ubuntu install it
+    started = [hosts.start(i, *both(i), "sum.py") for i in (1, 2, 3)]
+    assert finish(*started) == [0, 0, 0], hosts.out(1).read_text() + hosts.out(2).read_text()
+    head, other = hosts.out(1).read_text(), hosts.out(2).read_text()
+    assert "sum 3.0 of 3 over eth0" in head and "sum" not in other, "rank 0 is shown, once"
+    assert "the name host1 is 127.0.1.1 here: other hosts are met on every interface" in head
+    assert "3 of 3 hosts arrived: " in head and "3 of 3 hosts arrived: " in other
+    assert re.search(r"1 process on the CPU \(--nproc N for more\), rank [12] of 3", other)
+    logs = hosts.folder / "runs" / "logs"
+    assert len({path.name.partition("-node")[0] for path in logs.iterdir()}) == 1, "one job, one name"
+    assert sorted(path.name for path in logs.glob("*-node?/rank?.log")) == ["rank0.log", "rank1.log", "rank2.log"]
+
+
+# --- somebody is missing ----------------------------------------------------------------------------------------------
+
+
+@namespaces
+def test_who_is_missing_is_said_and_nobody_waits_for_ever(hosts):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3"}
+    slurm["SLURM_STEP_NODELIST"] = "host[1-3]"
+    started = [hosts.start(i, "--join-timeout", "6", "sum.py", **slurm, SLURM_NODEID=str(i - 1)) for i in (1, 2)]
+    assert finish(*started) == [1, 1]
+    for i in (1, 2):
+        assert "evener: 2 of 3 hosts arrived: missing host3, within 6 s." in hosts.out(i).read_text()
+
+
+@namespaces
+def test_a_closed_port_is_named_before_anything_is_started(hosts):
+    hosts.block(3, 29401)
+    started = [hosts.start(i, *both(i), "sum.py") for i in (1, 2, 3)]
+    assert finish(*started) == [1, 1, 1]
+    for i in (1, 2, 3):
+        text = hosts.out(i).read_text()
+        assert "Hosts do not reach each other:\n  host3 does not reach 10.77.0.1:29401: " in text, text
+        assert "fix: open ports 29400, 29401 and those above 1024 between the hosts" in text
+    assert not (hosts.folder / "runs").exists()
+
+
+@namespaces
+def test_a_head_that_cannot_be_reached_is_said_with_its_address(hosts):
+    hosts.block(2, 29400)
+    hosts.names(3, own="10.77.0.3")
+    started = [hosts.start(i, *both(i, wait="5"), "sum.py") for i in (2, 3)]
+    assert finish(*started) == [1, 1]
+    assert "The head host1:29400 (10.77.0.1) was not reached within 5 s: " in hosts.out(2).read_text()
+    assert "nothing listens there" in hosts.out(3).read_text()
+    assert "start the same command there" in hosts.out(3).read_text()
+
+
+@namespaces
+def test_another_command_on_one_host_is_refused_by_name(hosts):
+    first = hosts.start(1, *both(1, wait="10"), "sum.py", "--lr", "0.1")
+    wait_for(hosts.out(1), "1 of 3 hosts arrived")
+    other = hosts.start(2, *both(2, wait="10"), "sum.py", "--lr", "1")
+    assert finish(other, first) == [1, 1]
+    text = hosts.out(2).read_text()
+    assert "another command: sum.py --lr 1 here, sum.py --lr 0.1 on host1" in text, text
+
+
+# --- something breaks -------------------------------------------------------------------------------------------------
+
+
+@namespaces
+@pytest.mark.full
+def test_the_failing_host_is_named_on_all_of_them(hosts):
+    started = [hosts.start(i, *both(i), "--node-rank", i - 1, "sum.py", "fail") for i in (1, 2, 3)]
+    assert finish(*started) == [1, 1, 1]
+    assert "evener: rank 2 failed: ValueError: row 7 is bad" in hosts.out(3).read_text()
+    for i in (1, 2):
+        text = hosts.out(i).read_text()
+        assert "evener: host3: rank 2 failed: ValueError: row 7 is bad" in text, text
+        assert f"-node{i - 1}" in text.partition("logs of this host: ")[2]
+
+
+@namespaces
+@pytest.mark.full
+def test_a_pulled_cable_ends_all_hosts_in_bounded_time(hosts):
+    started = [hosts.start(i, *both(i), "--node-rank", i - 1, "sum.py", "long") for i in (1, 2, 3)]
+    wait_for(hosts.out(1), "sum 3.0")
+    before = [psutil.Process(one.pid).children(recursive=True) for one in started]
+    hosts.cut(3)
+    assert finish(*started) == [1, 1, 1]
+    for i in (1, 2):
+        assert "evener: host3: lost: nothing was heard of it for 30 s" in hosts.out(i).read_text()
+    assert "evener: the head host1:29400: lost: nothing was heard of it for 30 s" in hosts.out(3).read_text()
+    assert not [one for every in before for one in every if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@namespaces
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", [3, 1], ids=["host3", "the head"])
+def test_a_host_that_is_killed_and_comes_back_goes_on_with_the_others(hosts, which):
+    words = ["--restarts", "3", "train.py", "30", "0.3"]
+    started = {i: hosts.start(i, *both(i), "--node-rank", i - 1, *words) for i in (1, 2, 3)}
+    wait_for(hosts.out(1), "update 5 of 3")
+    netns.kill(started[which])
+    wait_for(hosts.out(2), "lost: it has closed|lost: .*reset|waiting for the head")
+    started[which] = hosts.start(which, *both(which), "--node-rank", which - 1, *words)
+    codes = finish(*started.values())
+    text = hosts.out(1).read_text()
+    assert codes == [0, 0, 0], text + hosts.out(2).read_text()
+    assert text.count("DIGEST") == 1 and text.count("update 0 of 3") == 1, "it did not start over"
+    assert text.partition("DIGEST ")[2].split()[0] == uninterrupted(hosts.folder, "30")
+
+
+def uninterrupted(folder: Path, updates: str) -> str:
+    (folder / "calm").mkdir()
+    (folder / "calm" / "train.py").write_text((folder / "train.py").read_text())
+    command = [sys.executable, "-m", "evener", "run", "--cpu", "train.py", updates, "0"]
+    done = subprocess.run(command, cwd=folder / "calm", capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("DIGEST ")[2].split()[0]
+
+
+# --- an elastic range, without namespaces: four agents on one address -------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_from_four_agents_to_three_and_back_is_the_uninterrupted_run(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN.format(root=ROOT))
+    port = 31000 + os.getpid() % 20000 // 2 * 2
+
+    def start(i: int) -> subprocess.Popen[str]:
+        words = ["--nodes", "3:4", "--head", f"127.0.0.1:{port}", "--node-rank", str(i), "train.py", "60", "0.5"]
+        with open(tmp_path / f"agent{i}.out", "a") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "evener", "run", "--cpu", *words], cwd=tmp_path, stdout=out, stderr=out, text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    agents = [start(i) for i in range(4)]
+    try:
+        wait_for(tmp_path / "agent0.out", r"update 4 of 4")
+        netns.kill(agents[3])
+        wait_for(tmp_path / "agent0.out", r"update \d+ of 3", times=3)
+        agents[3] = start(3)
+        wait_for(tmp_path / "agent3.out", r"4 of 3 to 4 hosts arrived")
+        assert finish(*agents) == [0, 0, 0, 0], (tmp_path / "agent0.out").read_text()
+    finally:
+        for one in agents:
+            netns.kill(one)
+    text = (tmp_path / "agent0.out").read_text()
+    worlds = re.findall(r"update \d+ of (\d)", text)
+    assert [one for i, one in enumerate(worlds) if i == 0 or worlds[i - 1] != one] == ["4", "3", "4"], text
+    assert "more hosts have come" in text and "without " in text
+    assert text.partition("DIGEST ")[2].split()[0] == uninterrupted(tmp_path, "60")
+
+
+@namespaces
+@pytest.mark.full
+def test_a_stop_on_one_host_saves_and_ends_all(hosts):
+    started = [hosts.start(i, *both(i), "--node-rank", i - 1, "train.py", "1000", "0.1") for i in (1, 2, 3)]
+    wait_for(hosts.out(1), "update 3 of 3")
+    started[1].send_signal(signal.SIGUSR1)
+    assert finish(*started) == [75, 75, 75], hosts.out(1).read_text()
+    assert "SIGUSR1: stopping 1 process" in hosts.out(2).read_text()
