@@ -93,7 +93,7 @@ for update in run.updates(updates=9):
             time.sleep(14)
     stay("script")
     if update.number == 2:
-        run.evaluate(Rows(), metric_fn)
+        run.evaluate(Rows(), metric_fn, batch_size=6)
 run.close()
 if where == "after":
     time.sleep(14)

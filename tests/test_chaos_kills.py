@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from evener.checkpoint.manifest import check as whole_checkpoint
 from tests.chaos import SCRIPT, Forks, made, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks through the launcher's shim")
@@ -91,7 +92,7 @@ class Tally:
 def check(folder: Path, whole: dict, name: str = ""):
     assert result(folder) == whole
     if not name:
-        assert [path.name for path in folder.glob("run*")] == ["run"]  # never started over
+        assert [path.parent.name for path in folder.glob("*/events.jsonl")] == ["run"]  # never started over
     left = [path.name for path in (folder / (name or "run") / "checkpoints").iterdir()]
     # Nothing half-written; two are kept, and one more after a kill before its removal.
     assert set(left) <= {f"update-{number}" for number in range(4 * EPOCHS + 1)} | {"mine"} and len(left) <= 4, left
@@ -118,6 +119,9 @@ def one_run(forks, folder, draw, kills, tally, whole):
             if not forks.ended():
                 forks.kill(draw.randrange(forks.launch.nproc), draw)
         codes = forks.codes()
+        for path in (folder / "run" / "checkpoints").glob("*"):  # what a reader sees in between is whole
+            if not path.name.startswith("."):
+                whole_checkpoint(path)
         if -signal.SIGKILL in codes:
             kills -= 1
             tally.kills += 1
@@ -186,6 +190,54 @@ def test_twenty_kills_through_evener_run(uninterrupted, tmp_path, test_seed):
             max(folder.glob("run*/checkpoints"), key=lambda path: path.stat().st_mtime).parent.name,
         )
     print(f"seed {test_seed}: {tally}")
+
+
+def test_nothing_unpickles_in_a_run_that_saves_and_resumes(forks, uninterrupted, tmp_path):
+    """Nor sends Python objects: what comes over the network or from the disk is tensors and JSON."""
+    kill = {"rank": 0, "update": 20, "where": "body"}
+    forks.start(tmp_path, told(tmp_path, kill=kill, no_pickle=True), 2, "pickle", 0)
+    assert set(forks.codes()) == {-signal.SIGKILL, 1} or -signal.SIGKILL in forks.codes(), forks.said()
+    forks.start(tmp_path, told(tmp_path, no_pickle=True), 3, "pickle", 1)
+    assert set(forks.codes()) == {0}, forks.said()
+    check(tmp_path, uninterrupted)
+
+
+def asks(job, folder, after, draw):
+    """One request to stop: to the launcher, its group, or one rank. Returns what was sent."""
+    until(folder / "progress", after, lambda: job.poll() is not None)
+    time.sleep(draw.random() * 0.05)
+    name, to = draw.choice(["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"]), draw.choice(["launcher", "rank"])
+    if to == "launcher" and name.startswith("SIGUSR"):
+        name = "SIGTERM"
+    pid = job.pid
+    if to == "rank":
+        pids = [json.loads(path.read_text())["pid"] for path in folder.glob("runs/logs/*/rank[0-9].json")]
+        pid = draw.choice([one for one in pids if psutil.pid_exists(one)] or [job.pid])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, getattr(signal, name))
+    return f"{name} to the {to}"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_asked_to_stop_at_any_instant_nothing_is_lost(uninterrupted, tmp_path, test_seed):
+    draw, sent = random.Random(test_seed), []
+    folder = tmp_path
+    while result(folder) is None:
+        words, last = json.dumps(told(folder)), len(made(folder / "progress"))
+        with subprocess.Popen(
+            [sys.executable, "-m", "evener", "run", "--cpu", "--nproc", str(draw.randint(1, 3)), str(SCRIPT), words],
+            cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+        ) as job:  # fmt: skip
+            if len(sent) < 10:
+                sent.append(asks(job, folder, last + draw.randint(2, 6), draw))
+            said = job.communicate(timeout=600)[1]
+        assert job.returncode in (0, 75, 130), (sent, said)
+    updates = [line for line in made(folder / "progress") if line != "begun"]
+    print(f"seed {test_seed}: {', '.join(sent)}; {len(updates)} updates made")
+    assert len(updates) == 4 * EPOCHS  # none twice
+    check(folder, uninterrupted)
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
 """A training in which everything that can be lost is used, and which dies where it is told to: see tests/chaos.py.
 
 Its argument is JSON: dir, epochs, save_every, workers, and the files `progress` (a line per update made) and `result`.
-Optional: kill {"rank", "update", "where", "call"}, break_at (an update), save_at, load_at.
+Optional: no_pickle, kill {"rank", "update", "where", "call"}, break_at (an update), save_at, load_at.
 """
 
 from __future__ import annotations
@@ -89,6 +89,22 @@ class Counter:
         self.value = state["value"]
 
 
+def forbid_pickle():
+    """Whatever reads a pickle from here on ends the run. Data workers use their own pipes: there are none then."""
+    import pickle
+
+    def refuse(*args, **keywords):
+        raise AssertionError("a pickle was read")
+
+    pickle.load = pickle.loads = torch.load = torch.serialization.load = refuse
+    pickle.Unpickler = pickle._Unpickler = refuse
+    for name in ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"):
+        setattr(torch.distributed, name, refuse)
+        setattr(torch.distributed.distributed_c10d, name, refuse)
+
+
+if told.get("no_pickle"):
+    forbid_pickle()
 if kill.get("where") == "save":
     die_in_a_save()
 evener.seed(0)

@@ -12,6 +12,7 @@ import glob
 import itertools
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -152,12 +153,17 @@ def read_json(folder: str | os.PathLike[str], names: str, *keys: str) -> list[di
     return found
 
 
-def in_use(path: Path) -> bool:
-    """Whether a run that is not closed owns this directory: in this process, or in another one of this machine."""
+def in_use(path: Path) -> str:
+    """Which run that is not closed owns this directory: "process 123 of host"; empty where none does."""
     descriptor = _hold(path, make=False)
     if descriptor >= 0:
         os.close(descriptor)
-    return descriptor == _TAKEN
+    if descriptor != _TAKEN:
+        return ""
+    with contextlib.suppress(OSError, ValueError):
+        if words := (path / ".lock").read_text(encoding="utf-8").strip():
+            return clean(words)
+    return "a process"
 
 
 _TAKEN, _NO_LOCKS = -2, -1
@@ -178,6 +184,10 @@ def _hold(path: Path, *, make: bool = True) -> int:
     except OSError as error:  # held by somebody, or a file system without locks
         os.close(descriptor)
         return _TAKEN if isinstance(error, BlockingIOError) else _NO_LOCKS
+    if make:
+        with contextlib.suppress(OSError):  # only for the words of `in_use`
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)
     return descriptor
 
 

@@ -76,7 +76,7 @@ class Saving:
         lines: list[str] = []
         if self.config.resume == "never":
             return None, None, lines
-        found: list[tuple[str, bool, bool, bool]] = comm.broadcast(
+        found: list[tuple[str, bool, str, bool]] = comm.broadcast(
             [
                 (
                     str(path),
@@ -91,7 +91,7 @@ class Saving:
         )
         for name, finished, used, ours in found:
             if used:
-                lines.append(f"{name} is in use by a Run that was not closed")
+                lines.append(f"{name} is in use: its Run was not closed, by {used}")
                 continue
             checkpoints = Checkpoints(Path(name) / "checkpoints", keep=self.config.keep_checkpoints)
             newest, notes = checkpoints.newest()
