@@ -35,6 +35,7 @@ class Captured:
         slice_size: In exact and coupled mode, where a piece is one slice; else None.
         given: {keyword: {"value", "origin"}} of what was not left to its default.
         process_bytes: What the process held in host memory besides parameters and buffers: libraries, the dataset.
+        saves: Whether this evener's Run has saved_activations=.
         on_cpu: Lines of the script that said "cuda" before the Run.
     """
 
@@ -50,6 +51,7 @@ class Captured:
     exact: bool = False
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     process_bytes: int = 0
+    saves: bool = False
     on_cpu: tuple[str, ...] = ()
 
     def asked(self, keyword: str) -> Any:

@@ -156,8 +156,8 @@ def make(
     rows, left = search.rows_of(book, captured, machine, world, everything=everything)
     if not book.made and book.refused:
         raise next(iter(book.refused.values()))
-    precision = search.natural_precision(captured, machine)
-    chosen, because = search.choose(rows, precision)
+    precision, saved = search.natural_precision(captured, machine), captured.asked("saved_activations")
+    chosen, because = search.choose(rows, precision, saved)
     if chosen is not None and chosen.how != "traced":
         with suppress(EvenerError):  # the chosen one is traced as it is; everything else may follow from others
             exact = search.price(book.traced(chosen.cut), machine, captured)
@@ -165,7 +165,9 @@ def make(
             if exact.verdict in ("fits", chosen.verdict):
                 chosen = exact
             else:
-                chosen, because = search.choose(rows, precision)
+                chosen, because = search.choose(rows, precision, saved)
+    if chosen is not None:
+        because += search.fragments(book.trace(chosen.cut), chosen, machine)
     others: tuple[str, ...] = ()
     if neighbours and machine.nodes == 1 and captured.asked("strategy") is None:
         counts = [world + 1, *([world - 1] if world > 1 else [])]

@@ -151,7 +151,7 @@ def price(trace: Trace, machine: Machine, captured: Captured) -> Row:
     """A row from a trace: what it reserves, whether that fits, how long it takes."""
     cut, told = trace.cut, estimate.of(trace)
     rest = (cut.microbatches * cut.microbatch_size - trace.rows) * trace.row_bytes  # rows that were not traced
-    workspaces = [*(term.bytes for term in told.terms), max(0, rest)]
+    workspaces = [*(max(0, term.bytes) for term in told.terms), max(0, rest)]
     base = _overheads(cut, machine, captured)
     spread = {"low": told.low_bytes, "mid": told.peak_allocated_bytes, "high": told.high_bytes}
     reserved = told.peak_allocated_bytes
@@ -259,6 +259,9 @@ def combinations(captured: Captured, machine: Machine, world: int) -> Iterator[C
         one = replace(one, replicas=machine.nodes if name == "hsdp" else 1)
         for again in RECOMPUTE if recompute is None else (recompute,):
             yield replace(one, activation_checkpointing=again)
+        if captured.saves and kept is None and recompute in (None, "none"):
+            yield replace(one, saved_activations="offload")
+            yield replace(one, saved_activations="int8")  # approximate: shown, chosen by people alone
         if first and natural != "fp32" and captured.asked("precision") is None:
             # Shown once, for comparison; never chosen.
             yield replace(one, precision="fp32", activation_checkpointing=recompute or "none")
@@ -311,10 +314,14 @@ def _sizes(book: Book, cut: Cut, captured: Captured, machine: Machine) -> Iterat
             return
 
 
-def choose(rows: Iterable[Row], precision: str) -> tuple[Row | None, list[str]]:
-    """The fastest cut that fits; without known times the simplest, with the largest microbatch. And why."""
+def choose(rows: Iterable[Row], precision: str, saved: str | None = None) -> tuple[Row | None, list[str]]:
+    """The fastest cut that fits; without known times the simplest, with the largest microbatch. And why.
+
+    Of the run's own precision, and without lossy activations unless the script asks for them (`saved`).
+    """
     order = {"fits": 0, "tight": 1}
     able = [row for row in rows if row.verdict in order and row.cut.precision == precision]
+    able = [row for row in able if row.cut.saved_activations != "int8" or saved == "int8"]
     if not able:
         return None, ["no cut fits"]
     best = min(order[row.verdict] for row in able)
@@ -346,6 +353,17 @@ def choose(rows: Iterable[Row], precision: str) -> tuple[Row | None, list[str]]:
     return chosen, why
 
 
+def fragments(trace: Trace, row: Row, machine: Machine) -> list[str]:
+    """What torch's other allocator setting would save, where that is more than 3 %."""
+    if machine.device != "cuda" or row.peak_reserved_bytes is None:
+        return []
+    other = replay(trace.events, expandable=True, workspaces=[max(0, term.bytes) for term in estimate.of(trace).terms])
+    if other.reserved_bytes > row.peak_reserved_bytes * 0.97:
+        return []
+    less, setting = gib(other.reserved_bytes), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return [f"{setting} would reserve {less} in place of {gib(row.peak_reserved_bytes)}"]
+
+
 def gib(size: float | None) -> str:
     return "?" if size is None else f"{size / GIB:.2f} GiB" if size < 100 * GIB else f"{size / GIB:.1f} GiB"
 
@@ -359,7 +377,7 @@ def neighbour(book: Book, captured: Captured, machine: Machine, world: int) -> s
     chosen = None
     for cut in combinations(captured, other, world):  # the first that fits, for the sake of time
         if cut.precision == natural_precision(captured, machine):
-            chosen, _ = choose(_sizes(book, cut, captured, other), cut.precision)
+            chosen, _ = choose(_sizes(book, cut, captured, other), cut.precision, cut.saved_activations)
             if chosen is not None:
                 break
     if chosen is None:

@@ -209,6 +209,7 @@ def _look(
         slice_size=slices.cut.slice_size,
         exact=config.exact,
         given={name: one for name, one in known.items() if one["origin"] != "default"},
+        saves="saved_activations" in known,
         process_bytes=max(0, _resident() - held),
         on_cpu=on_cpu,
     )
