@@ -14,7 +14,8 @@ from bench.plan_models import Case, draw
 from bench.table import Table, verdict
 
 SEED = 20261130
-_ONEDNN = ("mkldnn_convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+_CONVOLUTIONS = ("mkldnn_convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
+_ONEDNN = (*_CONVOLUTIONS, "mm", "addmm", "bmm", "baddbmm")  # products in bf16 reorder their arguments
 
 
 @dataclass(frozen=True)

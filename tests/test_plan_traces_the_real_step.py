@@ -240,3 +240,17 @@ def test_data_parallels_first_device_has_the_others_gradients():
     gradients = sum(one.numel() * 4 for one in Mlp().parameters())
     (term,) = [one for one in told.terms if one.name.startswith("DataParallel")]
     assert term.high_bytes == gradients
+
+
+def test_no_gradient_of_an_update_lives_through_the_next_ones_forward():
+    for strategy, world in (("single", 1), ("ddp", 2), ("fsdp", 2)):
+        trace = gpt_step().trace(Cut(strategy, "fp32", microbatch_size=2, world_size=world))
+        second = trace.updates[1]
+        first = next(i for i, one in enumerate(trace.events) if i > second and one.phase == "backward")
+        alive = {}
+        for one in trace.events[:first]:
+            if isinstance(one, Alloc):
+                alive[one.id] = one
+            elif isinstance(one, Free):
+                del alive[one.id]
+        assert not [one for one in alive.values() if one.category == "gradient"], strategy

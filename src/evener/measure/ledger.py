@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,6 +158,17 @@ class Ledger(private.TorchDispatchMode):
         if life is None and size:
             self._born(storage, size, "parameter")
 
+    def noting(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """`call`, whose results are tensors that no operation makes."""
+
+        def noted() -> Any:
+            result = call()
+            for one in _tensors((result,)):
+                self._take(one)
+            return result
+
+        return noted
+
     def _outside(self, tensor: torch.Tensor) -> None:
         """A real tensor, or one on another device, that the step meets: it is on the device already."""
         storage = tensor.untyped_storage()
@@ -275,18 +286,18 @@ class Ledger(private.TorchDispatchMode):
         self._accumulate_in_place()
         after: list[Event] = []
         dead: list[Free] = []
-        for one in self.events:
+        for i, one in enumerate([*self.events, None]):
+            if not isinstance(one, Free) or i in marks:
+                # Deaths at one moment come in some hash table's order: by number they are the same in every trace.
+                dead.sort(key=lambda free: free.id)
+                after += dead
+                dead = []
             if isinstance(one, Free):
                 dead.append(one)
-                continue
-            # Deaths at one moment come in the order of some hash table: by number they are the same in every trace.
-            dead.sort(key=lambda free: free.id)
-            after += dead
-            dead = []
-            after.append(
-                Alloc(one.id, one.bytes, one.category, one.module, one.phase) if isinstance(one, _Life) else one
-            )
-        after += dead
+            elif isinstance(one, _Life):
+                after.append(Alloc(one.id, one.bytes, one.category, one.module, one.phase))
+            elif one is not None:
+                after.append(one)
         return (*before, *after), [mark + len(before) for mark in marks]
 
 

@@ -28,6 +28,7 @@ from evener import batch as batches
 from evener import errors
 from evener.engine import Engine, shards
 from evener.engine import batchnorm as bn
+from evener.engine.oom import PROVEN
 from evener.engine.optim import _FUSED, check_rowwise
 from evener.engine.setup import by_name
 from evener.errors import EvenerError, UsageError
@@ -101,7 +102,7 @@ class Step:
                 if device == "cuda":
                     stack.enter_context(cuda_rules(capability or (8, 0), notes))
                 stack.enter_context(ledger.watching())
-                trace = self._trace(cut, ledger, models, optimizers, device)
+                trace = self._trace(cut, ledger, models, optimizers, device, stack)
                 told = [line for line in notes if not line.startswith("untraced: ")]
                 untraced += [line.removeprefix("untraced: ") for line in notes if line not in told]
                 return replace(trace, capability=capability, untraced=tuple(untraced), notes=tuple(told))
@@ -118,6 +119,7 @@ class Step:
         models: Mapping[str, torch.nn.Module],
         optimizers: Mapping[str, torch.optim.Optimizer],
         device: str,
+        stack: ExitStack,
     ) -> Trace:
         for name, model in models.items():
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -131,10 +133,14 @@ class Step:
         pieces = min(_PIECES, cut.microbatches)
         engine = self._engine(cut, pieces)
         target = engine._target(self.optimizer_name)
-        _answer(engine)
+        for path, held in engine.named().items():  # under fsdp this rank's rows
+            ledger.names[id(held)] = path.rpartition(".")[0]
+            ledger.tag(held, "parameter", path.rpartition(".")[0])
+        _answer(engine, device)
+        if device == "cpu":  # generators' states are host memory: 5,056 bytes each, kept for what is computed again
+            stack.enter_context(private.exchanged(torch, "get_rng_state", ledger.noting(torch.get_rng_state)))
+            engine.randomness.torch_states = ledger.noting(engine.randomness.torch_states)  # type: ignore[method-assign]
         _watch(ledger, engine, target)
-        for bucket in getattr(getattr(target.spread, "inner", target.spread), "buckets", ()):
-            ledger.tag(bucket.flat, "communication")
         rows = cut.microbatch_size * pieces
         total = rows * cut.world_size
         batch = _of_rows(self.batch, rows, self.keywords.get("split"))
@@ -241,8 +247,8 @@ class Step:
             )
 
 
-def _say_nothing(kind: str, number: int, fields: Mapping[str, Any]) -> None:
-    pass
+def _say_nothing(*_: Any) -> None:
+    """In place of a report, and of a vote."""
 
 
 def _fake(ledger: Ledger, tensor: torch.Tensor, path: str, is_parameter: bool) -> None:
@@ -286,10 +292,16 @@ class _NoFlags:
         return False
 
 
-def _answer(engine: Engine) -> None:
-    """Take the engine's questions about values and about other ranks out of the step."""
+def _answer(engine: Engine, device: str) -> None:
+    """Take the engine's questions about values and about other ranks out of the step.
+
+    For a GPU the step is traced as one whose cut is proven. Before, a copy of what the first optimizer step changes is
+    kept on the host: other memory there, and the same on a CPU.
+    """
     engine.buffers.agree = sorted
+    engine.ladder.agree = _say_nothing  # type: ignore[assignment, method-assign]
     for target in engine.targets.values():
+        target.trust = PROVEN if device == "cuda" else target.trust
         target.flags = _NoFlags()  # type: ignore[assignment]
         target.agree = functools.partial(_agree, target)  # type: ignore[method-assign]
 
@@ -322,16 +334,20 @@ def _watch(ledger: Ledger, engine: Engine, target: Any) -> None:
         after(number)
         tag()
 
-    def optimizing(found: Any) -> None:
+    def optimizing(found: Any) -> Any:
         ledger.begin("optimizer")
         tag()
-        optimize(found)
+        return optimize(found)
 
     def tag() -> None:
         for parameter in target.parameters:
             if parameter.grad is not None:
                 ledger.tag(parameter.grad, "gradient", ledger.names.get(id(parameter), ""))
+        for bucket in buckets:  # gradients are views of them in the end, but they stay
+            ledger.tag(bucket.flat, "communication", "")
 
+    buckets = getattr(getattr(spread, "inner", spread), "buckets", ())
+    tag()
     spread.forward, spread.before_backward, spread.after_backward = in_forward, before_backward, after_backward
     target.optimize = optimizing
 

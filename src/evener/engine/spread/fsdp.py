@@ -82,6 +82,7 @@ class FSDP(Single):
         super().begin(rows)
         self.shards.reshard()
         self.shards.clear()
+        self.handed = []  # or the last update's gradients would live through this one's forward and backward
         self.inner.begin(rows)
         self.used = [False] * len(self.pieces)
         self.step = 0
