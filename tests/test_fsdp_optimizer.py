@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import evener
 from evener.engine.blocks import find_blocks
@@ -144,6 +145,42 @@ def test_blocks_are_found_by_repetition_or_named():
     assert blocks_of(encoder) == ["layers.0", "layers.1", "layers.2"]
     with pytest.raises(evener.EvenerError, match=r"'Blok' is no name or class of a module"):
         find_blocks(Stages(), ["Blok"])
+    assert blocks_of(seeded(Net), ["Linear"])[-1] == "frozen"  # of a class, what is tied stays with the rest
+    with pytest.raises(evener.EvenerError, match="head shares a parameter with another part"):
+        find_blocks(seeded(Net), ["head"])
+
+
+class Attentive(nn.Module):
+    """Attention twice, and no block around it: FSDP would hand it three copies of one input, which changes bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.a, self.b = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.a(x, x, x, need_weights=False)[0]
+        return self.head((x + self.b(x, x, x, need_weights=False)[0]).mean(1))
+
+
+def attentive(strategy):
+    engine = new_engine(
+        seeded(Attentive), loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]), strategy=strategy, exact=True, slice_size=4
+    )
+    rank, world = evener.rank(), evener.world_size()
+    tokens, labels = rows(8)
+    engine.step(tuple(t[rank * 8 // world : (rank + 1) * 8 // world] for t in (tokens, labels)))
+    update = engine.step(tuple(t[rank * 8 // world : (rank + 1) * 8 // world] for t in (tokens, labels)))
+    engine.close()
+    return update.loss, update.grad_norm
+
+
+def test_attention_is_no_block_of_its_own(ranks):
+    assert blocks_of(Attentive()) == []
+    with pytest.raises(evener.EvenerError, match=r"fsdp's blocks: a is \(in\) a MultiheadAttention"):
+        find_blocks(Attentive(), ["MultiheadAttention"])
+    assert set(ranks(2)(attentive, "fsdp")) == set(ranks(1)(attentive, "single"))
 
 
 def refused(kind):

@@ -86,6 +86,7 @@ class RunKeywords(TypedDict, total=False):
     weights: str | os.PathLike[str] | None
     fsdp: Mapping[str, Any] | None
     activation_checkpointing: str | Sequence[Any] | None
+    saved_activations: Literal["keep", "offload", "int8"]
     dir: str | os.PathLike[str] | None
     save_every: int | str | None
     keep_checkpoints: int
@@ -135,6 +136,7 @@ class Config:
     weights: str | os.PathLike[str] | None = field(default=None, metadata=_row("memory", checks.existing))
     fsdp: Mapping[str, Any] | None = field(default=None, metadata=_row("memory", checks.fsdp))
     activation_checkpointing: Any = field(default=None, metadata=_row("memory", checks.recompute))
+    saved_activations: str = field(default="keep", metadata=_row("memory", checks.word("keep", "offload", "int8")))
     # survival and output
     dir: str | os.PathLike[str] | None = field(default=None, metadata=_row("output", checks.dir))
     save_every: int | str | None = field(default="10min", metadata=_row("output", checks.every))

@@ -19,8 +19,10 @@ def blocks_repeated(model: Module, modules: Mapping[str, Module] | None = None) 
     """Walking down from the model: the first modules whose class occurs at least twice and that hold other modules
     with parameters."""
     modules = modules if modules is not None else {name: one for name, one in model.named_modules() if name}
-    kinds = Counter(type(one) for one in modules.values())
-    found = {n: m for n, m in modules.items() if kinds[type(m)] > 1 and not isinstance(m, _CONTAINERS)}
+    # A block whose class was exchanged (to be computed again) is still one of its kind.
+    kinds = Counter(getattr(type(one), "plain", type(one)) for one in modules.values())
+    found = {n: m for n, m in modules.items() if kinds[getattr(type(m), "plain", type(m))] > 1}
+    found = {n: m for n, m in found.items() if not isinstance(m, _CONTAINERS)}
     found = {n: m for n, m in found.items() if any(c is not m and c._parameters for c in m.modules())}
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
@@ -48,7 +50,8 @@ def find_blocks(model: Module, named: Sequence[Any] | None) -> dict[str, Module]
     """The modules that are gathered each on its own, inner ones first.
 
     By repetition; where no block is repeated, single layers that are large enough. A module that shares a parameter
-    with another part of the model stays with the rest.
+    with another part of the model stays with the rest. So does a MultiheadAttention: it computes in another way (other
+    bits) when its inputs are not one object, and FSDP would hand it copies. It calls none of its parts, either.
     """
     places = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
 
@@ -57,14 +60,22 @@ def find_blocks(model: Module, named: Sequence[Any] | None) -> dict[str, Module]
         return bool(inside) and all(places[one] == count for one, count in inside.items())
 
     modules = {name: one for name, one in model.named_modules() if name and alone(one)}
+    inside = {
+        id(part) for one in model.modules() if isinstance(one, torch.nn.MultiheadAttention) for part in one.modules()
+    }
+    modules = {name: one for name, one in modules.items() if id(one) not in inside}
     if named is not None:
-        found = blocks_named(model, named, "fsdp's blocks")
-        shared = [name for name in found if name not in modules]
-        if shared:
-            raise UsageError(
-                f"fsdp's blocks: {shared[0]} shares a parameter with another part of the model.",
-                fix=["leave it out: it stays with the rest"],
-            )
+        found: dict[str, Module] = {}
+        for wanted in named:
+            hits = blocks_named(model, [wanted], "fsdp's blocks")
+            fit = {name: one for name, one in hits.items() if name in modules}
+            if not fit:  # of a class, some may stay with the rest
+                name, one = next(iter(hits.items()))
+                why = "shares a parameter with another part of the model"
+                if id(one) in inside:
+                    why = "is (in) a MultiheadAttention, which stays in one piece with what is around it"
+                raise UsageError(f"fsdp's blocks: {name} {why}.", fix=["leave it out: it stays with the rest"])
+            found |= fit
     else:
         total = sum(p.numel() for p in model.parameters())
         found = blocks_repeated(model, modules)

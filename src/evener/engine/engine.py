@@ -27,6 +27,7 @@ from evener.engine.pins import Pins
 from evener.engine.precision import Precision, cast_parameters, decide
 from evener.engine.randomness import Randomness
 from evener.engine.recompute import recompute
+from evener.engine.saved import Saved, check_saved
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
 from evener.engine.setup import (
@@ -75,7 +76,8 @@ class Engine:
             None where every step gets its own.
         device: None for `evener.device()`.
         precision, strategy, exact, coupled, slice_size, microbatch_size, seed, scheduler, schedule_by, max_grad_norm,
-            before_step, on_nonfinite, scaler, batchnorm, ema, compile, split, loss_is: as for `Run`. With several
+            before_step, on_nonfinite, scaler, batchnorm, ema, compile, split, loss_is, fsdp,
+            activation_checkpointing, saved_activations: as for `Run`. With several
             optimizers scheduler, max_grad_norm and scaler may be given by name.
         global_batch_size: Only for the default slice size; the batches passed to `step` decide.
         group: A `Group` to use instead of making one.
@@ -120,6 +122,7 @@ class Engine:
         timeout: float = 600.0,
         fsdp: Mapping[str, Any] | None = None,
         activation_checkpointing: Any = None,
+        saved_activations: str = "keep",
         fill: Callable[[Shards], None] | None = None,
     ) -> None:
         show_errors_without_traceback()
@@ -192,6 +195,8 @@ class Engine:
                 world_size=world,
             )
             self.join = self.join or Join(self.cut, split, self.device)
+        self.keeps = check_saved(saved_activations, strategy=self.strategy, exact=exact, compile=compile)
+        self.approximate = ("int8 activations",) if saved_activations == "int8" else ()
         self.pins = Pins(exact=exact, tf32=self.precision.name == "tf32", device=self.device)
         self.master = next(iter(parameters.values()))[0].dtype
         handles, self.recomputes = recompute(self.model, activation_checkpointing)
@@ -257,6 +262,9 @@ class Engine:
         self.autocast: Autocast | None = None
         if self.precision.compute is not None and not (self.shards and self.precision.by_part):
             self.autocast = functools.partial(torch.autocast, self.device.type, dtype=self.precision.compute)
+        if saved_activations != "keep":
+            saved = Saved(saved_activations, self.model, self.device)
+            self.autocast = saved if self.autocast is None else saved.around(self.autocast)
         # What this rank asks of all ranks: it travels with the next update's losses.
         self.asks_to_stop = self.asks_to_save = 0.0
         self.number = 0

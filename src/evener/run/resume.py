@@ -49,6 +49,8 @@ def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]
         "parameters": {plain_name(name): _look(one) for name, one in engine.model.named_parameters()},
         "buffers": {plain_name(name): _look(one) for name, one in engine.model.named_buffers()},
     }
+    if engine.approximate:
+        about["approximate"] = list(engine.approximate)
     for name, target in engine.targets.items():
         prefix = f"optimizer {name}".strip()
         about[prefix] = type(target.optimizer).__name__

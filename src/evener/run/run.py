@@ -228,6 +228,7 @@ class Run:
             scatter=config.scatter,
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,
+            saved_activations=config.saved_activations,
             fill=fill,
             group=self.group,
             report=self._report,

@@ -49,7 +49,8 @@ def contract_of(config: Config, engine: Engine, rows: int) -> str:
             schedule_by=by,
             # On the CPU a scalar read waits for nothing.
             one_scalar_read=not target.skips_on_device and engine.device.type != "cpu",
-            notes=tuple(note for note in (engine.recomputes, engine.batch.why_coupled) if note),
+            approximate=engine.approximate,
+            notes=tuple(note for note in (engine.recomputes, engine.keeps, engine.batch.why_coupled) if note),
         )
     )
 
