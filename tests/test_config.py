@@ -67,6 +67,9 @@ def test_defaults():
         "weights": None,
         "fsdp": None,
         "activation_checkpointing": None,
+        "saved_activations": "keep",
+        "gradient_compression": None,
+        "sync_every": None,
         "dir": None,
         "save_every": "10min",
         "keep_checkpoints": 3,
@@ -178,7 +181,8 @@ def test_functions_cannot_come_from_a_file_or_a_flag(tmp_path):
 
 def test_a_misspelt_keyword_names_the_nearest_and_its_group():
     assert refused(micro_batch_size=4) == (
-        "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size, weights, fsdp, activation_checkpointing"
+        "Run has no keyword 'micro_batch_size'.\n  fix: microbatch_size=\n       memory keywords: microbatch_size, weights, fsdp, activation_checkpointing, "
+        "saved_activations, gradient_compression, sync_every"
     )
     assert (
         "output keywords: dir, save_every, keep_checkpoints, resume, accept_changed_data, timeout, logger, profile, split"

@@ -39,6 +39,7 @@ _GLOBAL = "a whole number from 1: the rows of one update, over all ranks"
 _MICRO = "None or a whole number from 1: the rows that go through the model at once on one rank"
 _SLICE = "None or a whole number from 1: the rows that random or coupled code sees together"
 _NORM = "None or a finite number above 0"
+_SYNCS = checks.whole(1, "None or a whole number of updates from 1", none=True)
 _MICROBATCHES = checks.whole(1, _MICRO, BatchSizeError, none=True)
 _SLICES = checks.whole(1, _SLICE, BatchSizeError, none=True)
 
@@ -87,6 +88,8 @@ class RunKeywords(TypedDict, total=False):
     fsdp: Mapping[str, Any] | None
     activation_checkpointing: str | Sequence[Any] | None
     saved_activations: Literal["keep", "offload", "int8"]
+    gradient_compression: Literal["fp16", "bf16"] | None
+    sync_every: int | None
     dir: str | os.PathLike[str] | None
     save_every: int | str | None
     keep_checkpoints: int
@@ -137,6 +140,10 @@ class Config:
     fsdp: Mapping[str, Any] | None = field(default=None, metadata=_row("memory", checks.fsdp))
     activation_checkpointing: Any = field(default=None, metadata=_row("memory", checks.recompute))
     saved_activations: str = field(default="keep", metadata=_row("memory", checks.word("keep", "offload", "int8")))
+    gradient_compression: str | None = field(
+        default=None, metadata=_row("memory", checks.word("fp16", "bf16", none=True))
+    )
+    sync_every: int | None = field(default=None, metadata=_row("memory", _SYNCS))
     # survival and output
     dir: str | os.PathLike[str] | None = field(default=None, metadata=_row("output", checks.dir))
     save_every: int | str | None = field(default="10min", metadata=_row("output", checks.every))

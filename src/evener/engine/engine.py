@@ -38,6 +38,7 @@ from evener.engine.setup import (
     check_function,
     check_model,
     check_sparse,
+    check_traffic,
     choose_strategy,
     decide_batch,
     for_target,
@@ -77,7 +78,7 @@ class Engine:
         device: None for `evener.device()`.
         precision, strategy, exact, coupled, slice_size, microbatch_size, seed, scheduler, schedule_by, max_grad_norm,
             before_step, on_nonfinite, scaler, batchnorm, ema, compile, split, loss_is, fsdp,
-            activation_checkpointing, saved_activations: as for `Run`. With several
+            activation_checkpointing, saved_activations, gradient_compression, sync_every: as for `Run`. With several
             optimizers scheduler, max_grad_norm and scaler may be given by name.
         global_batch_size: Only for the default slice size; the batches passed to `step` decide.
         group: A `Group` to use instead of making one.
@@ -123,6 +124,8 @@ class Engine:
         fsdp: Mapping[str, Any] | None = None,
         activation_checkpointing: Any = None,
         saved_activations: str = "keep",
+        gradient_compression: str | None = None,
+        sync_every: int | None = None,
         fill: Callable[[Shards], None] | None = None,
     ) -> None:
         show_errors_without_traceback()
@@ -196,7 +199,11 @@ class Engine:
             )
             self.join = self.join or Join(self.cut, split, self.device)
         self.keeps = check_saved(saved_activations, strategy=self.strategy, exact=exact, compile=compile)
-        self.approximate = ("int8 activations",) if saved_activations == "int8" else ()
+        self.precision, self.approximate = check_traffic(
+            gradient_compression, sync_every, self.precision, strategy=self.strategy, exact=exact, world_size=world
+        )
+        if saved_activations == "int8":
+            self.approximate = ("int8 activations", *self.approximate)
         self.pins = Pins(exact=exact, tf32=self.precision.name == "tf32", device=self.device)
         self.master = next(iter(parameters.values()))[0].dtype
         handles, self.recomputes = recompute(self.model, activation_checkpointing)
@@ -221,6 +228,7 @@ class Engine:
             whole = "BatchNorm would see fewer rows, and the result would be another"
         self.ladder = Ladder(self, why_whole=whole)
         self.targets: dict[str, Target] = {}
+        self.ema: Ema | None = None
         names = list(optimizers)
         self.make_spread = functools.partial(
             make_spread,
@@ -236,12 +244,14 @@ class Engine:
             notes=self.notes,
             shards=self.shards,
             join=self.join,
+            sync_every=sync_every,
+            also=lambda: [*self.ema.average, *self.ema.rounded] if self.ema is not None else (),
         )
         for name, one in optimizers.items():
             norm = for_target("max_grad_norm", max_grad_norm, name, names)
             if norm is not None and not norm > 0:
                 raise UsageError(f"max_grad_norm={norm!r} must be larger than 0.", fix=["max_grad_norm=None: no clip"])
-            spread = self.make_spread(parameters=parameters[name])
+            spread = self.make_spread(parameters=parameters[name], optimizer=one)
             settings = for_target("scaler", scaler, name, names)
             self.targets[name] = Target(
                 name,
@@ -256,6 +266,7 @@ class Engine:
                 loss_is=loss_is,
             )
             self.targets[name].alone = len(names) == 1
+            self.targets[name].half_reduced = gradient_compression is not None and world > 1
         self.randomness = Randomness(seed, self.device, rank=rank, per_slice=self.cut.slice_size is not None)
         self.buffers = Buffers(self.model, world_size=world, agree=_union)
         self.ema = Ema(self.model, ema, self.shards, twin) if ema is not None else None
@@ -385,6 +396,7 @@ class Engine:
         """sha256 over parameters, buffers and optimizer state in name order. Collective; reads everything."""
         self.settle()
         with self.group.call("digest"):
+            self.meet()
             return digest_of(self.model, [target.optimizer for target in self.targets.values()], self.shards)
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
@@ -396,6 +408,7 @@ class Engine:
             copy: Tensors are clones. False: the engine's own, to be written or copied before the next update.
         """
         self.settle()
+        self.meet()
         copied = clone if copy else _as_they_are
         model: dict[str, Any] = self.shards.state_dict() if self.shards is not None else self.model.state_dict()
         return {
@@ -451,6 +464,11 @@ class Engine:
         """Read the last updates' flags and make their schedule steps. Waits for the device; no communication."""
         for target in self.targets.values():
             target.settle()
+
+    def meet(self) -> None:
+        """With sync_every: the ranks average what they hold, now and not later. Collective; else nothing happens."""
+        for target in self.targets.values():
+            target.spread.meet()
 
     def agreed(self) -> tuple[bool, bool]:
         """(stop, save): what any rank asked for, once it is known on every rank; the same answer on every rank at the
@@ -512,7 +530,8 @@ class Engine:
         """
         target.spread.close()
         target.take(check_parameters(self.named(), target.optimizer))
-        target.spread = self.make_spread(parameters=target.parameters)
+        target.spread.meet()
+        target.spread = self.make_spread(parameters=target.parameters, optimizer=target.optimizer)
 
     def _loss(self, loss_fn: LossFn | None) -> LossFn:
         loss_fn = loss_fn if loss_fn is not None else self.loss_fn

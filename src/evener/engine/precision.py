@@ -11,13 +11,13 @@ import torch
 
 from evener.errors import PrecisionError, one_of
 
-_DTYPES = {
+DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp64": torch.float64,
 }
-_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 NAMES = ("auto", "fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3")
 
@@ -177,7 +177,7 @@ def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
         value = spec.get(key)
         if value is None or isinstance(value, torch.dtype):
             return value
-        return _DTYPES[one_of(f'precision["{key}"]', value, _DTYPES, PrecisionError)]
+        return DTYPES[one_of(f'precision["{key}"]', value, DTYPES, PrecisionError)]
 
     param, reduce, output = dtype("param"), dtype("reduce"), dtype("output")
     base = decide(_WORDS.get(param or torch.float32, "fp32"), device) if param is not torch.float64 else None

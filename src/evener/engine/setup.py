@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from evener.engine.cut import Cut, default_slice_size
+from evener.engine.precision import DTYPES, Precision
 from evener.errors import BatchSizeError, ModelError, UsageError, one_of, refuse_prepared
 
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp", "hsdp")
@@ -250,6 +251,52 @@ def choose_strategy(asked: str, world_size: int) -> str:
             fix=['strategy="ddp", which is also faster', "or start one process"],
         )
     return asked
+
+
+def check_traffic(
+    compression: str | None,
+    sync_every: int | None,
+    precision: Precision,
+    *,
+    strategy: str,
+    exact: bool,
+    world_size: int,
+) -> tuple[Precision, tuple[str, ...]]:
+    """The precision with gradients reduced as asked, and what is approximate then, in words.
+
+    Raises:
+        UsageError: with exact mode, a strategy that has no such traffic, another answer to the same question.
+    """
+    given = {"gradient_compression": compression, "sync_every": sync_every}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        said = f"{name}={value!r}"
+        if exact:
+            raise UsageError(
+                f"{said} with exact=True: the result would be another, and depend on the number of processes.",
+                fix=[f"leave {name} out", "or exact=False: approximate, and labelled so"],
+            )
+        if len(given) > 1:
+            raise UsageError(
+                f"gradient_compression={compression!r} with sync_every={sync_every}: no gradients travel then.",
+                fix=["one of the two"],
+            )
+        if name == "sync_every" and strategy in ("fsdp", "hsdp"):
+            raise UsageError(
+                f'{said} with strategy="{strategy}": a rank holds a part of the parameters and cannot step alone.',
+                fix=['strategy="ddp"', 'or gradient_compression="bf16"'],
+            )
+    if compression is None:
+        words = ("1 update" if sync_every == 1 else f"{sync_every} updates") if sync_every is not None else ""
+        return precision, (f"ranks averaged every {words}",) if words and world_size > 1 else ()
+    if precision.reduce is not None:
+        raise UsageError(
+            f'gradient_compression="{compression}" with precision={{"reduce": ...}}: two answers to one question.',
+            fix=["one of the two"],
+        )
+    if one_of("gradient_compression", compression, ["fp16", "bf16"]) and world_size == 1:
+        return precision, ()
+    return replace(precision, reduce=DTYPES[compression]), (f"{compression} gradients between ranks",)
 
 
 @dataclass(frozen=True, slots=True)

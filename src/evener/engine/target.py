@@ -57,6 +57,7 @@ class Target:
         self.master = parameters[0].dtype
         self.names: tuple[str, ...] | None = None  # of the metrics
         self.scalar: bool | None = None
+        self.half_reduced = False  # gradients travel in half precision
         self.provisional = 1.0  # P, a power of two; matters only where the exponent range is small
         self.provisional_agreed = False
         self.ignored_labels = False
@@ -223,7 +224,7 @@ class Target:
                     fix=["return the same metric names, and always a scalar or always a Mean, on every rank"],
                 )
         self.names, self.scalar = tuple(every[0]["names"]), every[0]["scalar"]
-        if self.loss_scale is not None and not self.provisional_agreed:
+        if (self.loss_scale is not None or self.half_reduced) and not self.provisional_agreed:
             self.provisional_agreed = True
             # From the first piece of the first rank, which is the same piece on every world size.
             expected = every[0]["per_row"] * (rows if rows is not None else sum(one["rows"] for one in every))

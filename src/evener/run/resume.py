@@ -49,8 +49,9 @@ def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]
         "parameters": {plain_name(name): _look(one) for name, one in engine.model.named_parameters()},
         "buffers": {plain_name(name): _look(one) for name, one in engine.model.named_buffers()},
     }
-    if engine.approximate:
-        about["approximate"] = list(engine.approximate)
+    lossy: dict[str, Any] = {"saved_activations": config.saved_activations == "int8" and "int8"}
+    lossy |= {"gradient_compression": config.gradient_compression, "sync_every": config.sync_every}
+    about |= {name: value for name, value in lossy.items() if value}
     for name, target in engine.targets.items():
         prefix = f"optimizer {name}".strip()
         about[prefix] = type(target.optimizer).__name__

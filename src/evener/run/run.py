@@ -229,6 +229,8 @@ class Run:
             fsdp=config.fsdp,
             activation_checkpointing=config.activation_checkpointing,
             saved_activations=config.saved_activations,
+            gradient_compression=config.gradient_compression,
+            sync_every=config.sync_every,
             fill=fill,
             group=self.group,
             report=self._report,
@@ -560,6 +562,7 @@ class Run:
             with stop_signals(self._asked_by_signal):
                 yield from items
             self.engine.settle()
+            self.engine.meet()
             if self._watch is not None:
                 self._watch.finish()
             self._loop_ended, self._error_before = True, _uncaught()
@@ -705,6 +708,7 @@ class Run:
         return predict(self._walk(model, dataset, batch_size), self.model if model is None else model, fn)
 
     def _walk(self, model: torch.nn.Module | None, dataset: Any, batch_size: int | None) -> Walk:
+        self.engine.meet()
         module, training = self.engine.model if model is None else model, self.feed.source.dataset
         rows = self._rows_at_once(batch_size)
         shards = self.engine.shards_of(model)
@@ -760,6 +764,7 @@ class Run:
         if model is not None and model is not self.ema:
             check_model(model, trained=False)
         with self.group.call("export"):
+            self.engine.meet()
             shards = self.engine.shards_of(model)
             whole = shards.state_dict() if shards is not None else None
             export_weights(whole or (self.engine.model if model is None else model), Path(path))
@@ -776,6 +781,7 @@ class Run:
             "epoch": self._epoch_sums.state_dict(),
         }
         with self.group.call("save" if isinstance(name, str) else "the loop's checkpoint"):
+            self.engine.meet()
             refuse_divergence(self.engine.model, [target.optimizer for target in self.engine.targets.values()])
             notes = self.saving.write(name, position, self.number, behind=behind)
         blocked = _since(began)

@@ -52,6 +52,9 @@ class Spread(Protocol):
     def norm(self, gradients: Tensors) -> torch.Tensor:
         """The global 2-norm, 0-dimensional, at least float32, equal on all ranks. No host sync."""
 
+    def meet(self) -> None:
+        """Make what ranks hold equal, where it may differ between updates (local SGD). Collective then."""
+
     def close(self) -> None:
         """Remove what was attached to the model."""
 

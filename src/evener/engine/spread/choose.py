@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from evener.engine.spread import Spread
 from evener.engine.spread.ddp import DDP
 from evener.engine.spread.dp import DP
 from evener.engine.spread.exact import Exact
+from evener.engine.spread.local import LocalSGD
 from evener.engine.spread.single import Single
 from evener.errors import UsageError
 
@@ -22,6 +23,7 @@ def make_spread(
     strategy: str,
     *,
     parameters: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
     batch: Batch,
     rank: int,
     world_size: int,
@@ -33,6 +35,8 @@ def make_spread(
     notes: list[str],
     shards: Shards | None,
     join: Join | None,
+    sync_every: int | None,
+    also: Callable[[], Iterable[torch.Tensor]],
 ) -> Spread:
     """Called on all ranks with the same arguments; `notes` collects what the contract line should say."""
     if strategy != "dp" and (device_ids is not None or output_device is not None or scatter is not None):
@@ -58,6 +62,8 @@ def make_spread(
     if batch.exact:
         assert batch.cut.slice_size is not None
         return Exact(parameters, rank=rank, world_size=world_size, slice_size=batch.cut.slice_size)
+    if strategy == "ddp" and world_size > 1 and sync_every is not None:
+        return LocalSGD(parameters, optimizer, every=sync_every, world_size=world_size, also=also)
     if strategy == "ddp" and world_size > 1:
         return DDP(parameters, reduce_dtype=reduce_dtype)
     return Single(parameters)

@@ -52,5 +52,8 @@ class Single:
     def norm(self, gradients: Tensors) -> torch.Tensor:
         return norm_of(gradients)
 
+    def meet(self) -> None:
+        """Nothing differs between ranks."""
+
     def close(self) -> None:
         """Remove what was attached to the model."""
