@@ -41,7 +41,8 @@ def check_model(model: object, *, blank: bool = False, trained: bool = True) -> 
             "the model's forward was replaced by accelerator.prepare() (mixed precision); precision= does that here.",
             fix=["leave prepare() out", "or accelerator.unwrap_model(model, keep_fp32_wrapper=False)"],
         )
-    if trained and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not torch.nn.parameter.is_lazy(t)]
+    if trained and any(tensor.is_inference() for tensor in tensors):
         raise ModelError(
             "the model was made inside torch.inference_mode(): its tensors can never be trained.",
             fix=["make it outside of the block", "or copy.deepcopy(model), outside of the block"],

@@ -43,6 +43,7 @@ class LocalSGD(Single):
 
     def begin(self, rows: int) -> None:
         super().begin(rows)
+        self.handed = []  # or the last update's gradients would live on
         if self.since >= self.every:
             self.meet()
 
