@@ -197,7 +197,10 @@ def refused(kind):
                 engine.close()
         new_engine(
             model, optimizer, **{
-                "hsdp": {"strategy": "hsdp"}, "compile": {"compile": True}, "key": {"fsdp": {"block": ["Block"]}},
+                "hsdp": {"strategy": "hsdp", "fsdp": {"shard_ranks": 3}},
+                "copies": {"fsdp": {"shard_ranks": 1}}, "bool": {"strategy": "hsdp", "fsdp": {"shard_ranks": True}},
+                "order": {"strategy": "hsdp", "fsdp": {"shard_ranks": 1}, "exact": True, "slice_size": 2},
+                "compile": {"compile": True}, "key": {"fsdp": {"block": ["Block"]}},
                 "divisor": {"fsdp": {"reshard_after_forward": 3}}, "ddp": {"strategy": "ddp", "fsdp": {}},
                 "accumulate": {"fsdp": {"accumulate": "sum"}}, "buffer": {"precision": {"buffer": "bf16"}},
                 "policy": {"exact": True, "slice_size": 2, "precision": {"param": "bf16"}},
@@ -210,13 +213,16 @@ def refused(kind):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("hsdp", 'strategy="hsdp" is not there yet'),
+        ("hsdp", 'fsdp["shard_ranks"]=3 does not divide the 2 ranks'),
+        ("copies", 'fsdp["shard_ranks"]=1 belongs to strategy="hsdp"; this one is "fsdp"'),
+        ("bool", 'fsdp["shard_ranks"]=True: a number of ranks'),
+        ("order", 'exact=True with strategy="hsdp"'),
         ("two", 'strategy="fsdp" shards one model with one optimizer'),
         ("compile", 'compile=True with strategy="fsdp" is not there yet'),
         ("key", "fsdp's key='block' is not known.\n  fix: fsdp's key=\"blocks\""),
         ("accumulate", "is one of: reduce, keep"),
         ("divisor", 'fsdp["reshard_after_forward"]=3 does not divide the 2 ranks'),
-        ("ddp", 'fsdp= belongs to strategy="fsdp"; this one is "ddp"'),
+        ("ddp", 'fsdp= belongs to strategy="fsdp" and "hsdp"; this one is "ddp"'),
         ("buffer", "there is no dtype for buffers; FSDP1 had one"),
         ("policy", "parameters gathered in half precision give other bits"),
         ("inside", "a part of a block was called without the block"),

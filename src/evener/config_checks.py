@@ -151,7 +151,7 @@ def on_nonfinite(name: str, value: Any) -> str:
 
 
 def fsdp(name: str, value: Any) -> Any:
-    keys = ("blocks", "reshard_after_forward", "accumulate")
+    keys = ("blocks", "reshard_after_forward", "accumulate", "shard_ranks")
     if value is None or (isinstance(value, Mapping) and set(value) <= set(keys)):
         return None if value is None else dict(value)
     if isinstance(value, Mapping):

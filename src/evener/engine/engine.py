@@ -31,6 +31,7 @@ from evener.engine.saved import Saved, check_saved
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
 from evener.engine.setup import (
+    SHARDED,
     Compiled,
     by_name,
     check_batchnorm,
@@ -131,7 +132,7 @@ class Engine:
         show_errors_without_traceback()
         models, optimizers = by_name("model", model), by_name("optimizer", optimizer)
         for one in models.values():
-            check_model(one, blank=strategy == "fsdp" and here().world_size > 1)
+            check_model(one, blank=strategy in SHARDED and here().world_size > 1)
         self.given = model if isinstance(model, torch.nn.Module) else models  # what loss_fn sees
         if exact:
             check_exact(torch.nn.ModuleDict(models) if len(models) > 1 else next(iter(models.values())))
@@ -179,15 +180,16 @@ class Engine:
             self.join = Join(self.cut, split, self.device)
             self.hooks += [*bn.synchronise(self.model, self.join), self.join.own_group()]
             self.notes.append("BatchNorm sees the microbatches of all ranks together")
-        if fsdp is not None and self.strategy != "fsdp":
+        sharded = self.strategy in SHARDED and world > 1
+        if fsdp is not None and self.strategy not in SHARDED:
             raise UsageError(
-                f'fsdp= belongs to strategy="fsdp"; this one is "{self.strategy}".',
+                f'fsdp= belongs to strategy="fsdp" and "hsdp"; this one is "{self.strategy}".',
                 fix=['strategy="fsdp"', "leave it out"],
             )
-        options = Options.of(fsdp)
+        options = Options.of(fsdp).laid_out(self.strategy, self.group.place.local_world_size)
         self.shards: Shards | None = None
         twin: Shards | None = None
-        if self.strategy == "fsdp" and world > 1:
+        if sharded:
             check_fsdp(
                 models,
                 optimizers,
@@ -211,7 +213,7 @@ class Engine:
         self._place(models, optimizers, compile)
         if world > 1:
             with self.group.call("the constructor of Run or Engine"):
-                if self.strategy == "fsdp":
+                if sharded:
                     twin = self._shard(models, optimizers, options, ema is not None, seed, fill)
                     parameters = {
                         name: check_parameters(self.named(), optimizer) for name, optimizer in optimizers.items()
@@ -286,7 +288,7 @@ class Engine:
 
     def _place(self, models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Any], compile: bool) -> None:
         """Device and dtypes of the models; parameter objects stay the same, so the optimizers keep holding them."""
-        if not (self.strategy == "fsdp" and self.distributed):  # else block by block, when they are sharded
+        if not (self.strategy in SHARDED and self.distributed):  # else block by block, when they are sharded
             self.model.to(self.device)
             for optimizer in optimizers.values():
                 _move_state(optimizer, self.device)

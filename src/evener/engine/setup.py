@@ -14,6 +14,7 @@ from evener.engine.precision import DTYPES, Precision
 from evener.errors import BatchSizeError, ModelError, UsageError, one_of, refuse_prepared
 
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp", "hsdp")
+SHARDED = ("fsdp", "hsdp")
 
 
 def check_model(model: object, *, blank: bool = False, trained: bool = True) -> torch.nn.Module:
@@ -244,8 +245,6 @@ def choose_strategy(asked: str, world_size: int) -> str:
             f'strategy="single" with {world_size} processes: each would train alone.',
             fix=['strategy="ddp" (or "auto")', "or start one process"],
         )
-    if asked == "hsdp":
-        raise UsageError('strategy="hsdp" is not there yet.', fix=['strategy="fsdp": sharded over all ranks'])
     if asked == "dp" and world_size > 1:
         raise UsageError(
             f'strategy="dp" is one process with several GPUs; this job has {world_size} processes.',
@@ -282,7 +281,7 @@ def check_traffic(
                 f"gradient_compression={compression!r} with sync_every={sync_every}: no gradients travel then.",
                 fix=["one of the two"],
             )
-        if name == "sync_every" and strategy in ("fsdp", "hsdp"):
+        if name == "sync_every" and strategy in SHARDED:
             raise UsageError(
                 f'{said} with strategy="{strategy}": a rank holds a part of the parameters and cannot step alone.',
                 fix=['strategy="ddp"', 'or gradient_compression="bf16"'],

@@ -13,7 +13,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,23 +33,42 @@ class Options:
 
     blocks: tuple[Any, ...] | None = None  # module names, class names, modules or classes; None: found by repetition
     reshard_after_forward: bool | int = True  # False keeps gathered parameters until the backward (ZeRO-2)
+    shard_ranks: int | None = None  # hsdp: ranks that hold one copy together; None: those of a node
     accumulate: str = "reduce"  # "keep": whole gradients on every rank between microbatches, one reduction
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> Options:
         given = dict(given or {})
         for key in given:
-            one_of("fsdp's key", key, ["blocks", "reshard_after_forward", "accumulate"])
+            one_of("fsdp's key", key, ["blocks", "reshard_after_forward", "accumulate", "shard_ranks"])
         blocks = given.pop("blocks", None)
         if blocks is not None:
             given["blocks"] = tuple(blocks) if isinstance(blocks, list | tuple | set) else (blocks,)
         options = Options(**given)
         one_of('fsdp["accumulate"]', options.accumulate, ["reduce", "keep"])
+        among = options.shard_ranks
+        if among is not None and (isinstance(among, bool) or not isinstance(among, int)):
+            raise UsageError(f'fsdp["shard_ranks"]={among!r}: a number of ranks.', fix=['strategy="hsdp": of a node'])
         if not isinstance(options.reshard_after_forward, bool | int):
             raise UsageError(
                 f'fsdp["reshard_after_forward"]={options.reshard_after_forward!r}: True, False or a number of ranks.'
             )
         return options
+
+    def laid_out(self, strategy: str, of_a_node: int) -> Options:
+        """With `shard_ranks` decided: under hsdp the ranks of a node unless told otherwise.
+
+        Raises:
+            UsageError: it was given, and the strategy has no copies.
+        """
+        if strategy == "hsdp":
+            return replace(self, shard_ranks=self.shard_ranks or of_a_node)
+        if self.shard_ranks is not None:
+            raise UsageError(
+                f'fsdp["shard_ranks"]={self.shard_ranks} belongs to strategy="hsdp"; this one is "{strategy}".',
+                fix=['strategy="hsdp"', "leave it out: over all ranks"],
+            )
+        return self
 
 
 @dataclass(slots=True)
@@ -109,13 +128,20 @@ class Shards:
 
         self.model, self.options, self.device = model, options, device
         self.rank, self.world = rank, world_size
+        # Ranks in a row hold one copy together; ranks with the same place in it hold the same rows.
+        self.among = options.shard_ranks or world_size
+        self.copy, self.place = divmod(rank, self.among)
+        copies = world_size // self.among
+        sizes = (copies, self.among)[copies == 1 :]
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
+        self.group = mesh.get_group(mesh.ndim - 1)
         self.blocks = find_blocks(model, options.blocks)
         before = dict(model.named_parameters())
         whole = {p for p in before.values() if p.ndim == 0}
         reshard = options.reshard_after_forward
         shard = functools.partial(
             fully_shard,
-            mesh=init_device_mesh(device.type, (world_size,)),
+            mesh=mesh,
             mp_policy=policy,
             ignored_params=whole,
         )
@@ -165,8 +191,8 @@ class Shards:
         if not before.ndim:  # left whole; another object where it had no storage before
             return Shard(name, owner, key, source.shape, source, None)
         local = Parameter(source.detach().to_local(), requires_grad=source.requires_grad)
-        chunk = -(-source.shape[0] // self.world)
-        start, stop = (min(edge * chunk, source.shape[0]) for edge in (self.rank, self.rank + 1))
+        chunk = -(-source.shape[0] // self.among)
+        start, stop = (min(edge * chunk, source.shape[0]) for edge in (self.place, self.place + 1))
         return Shard(name, owner, key, source.shape, local, (start, stop))
 
     @torch.no_grad()
@@ -222,11 +248,11 @@ class Shards:
         local = local.detach()
         if one.rows is None or local.shape != one.local.shape or not local.ndim:
             return local
-        chunk = -(-one.shape[0] // self.world)
+        chunk = -(-one.shape[0] // self.among)
         mine = local.new_zeros(chunk, *one.shape[1:])
         mine[: len(local)] = local
-        every = mine.new_empty(self.world * chunk, *one.shape[1:])
-        dist.all_gather(list(every.split(chunk)), mine)
+        every = mine.new_empty(self.among * chunk, *one.shape[1:])
+        dist.all_gather(list(every.split(chunk)), mine, group=self.group)
         return every[: one.shape[0]]
 
     def kept(self, one: Shard, local: Any) -> Any:
@@ -304,7 +330,9 @@ class Shards:
         kinds = Counter(type(block).__name__.removeprefix("FSDP") for block in self.blocks.values())
         blocks = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         after = "resharded after the forward" if self.options.reshard_after_forward else "kept until the backward"
-        return f"fsdp: {blocks + ' and the rest' if blocks else 'the model as one block'}, {after}"
+        copies = self.world // self.among
+        what = f"hsdp: {copies} copies, each over {self.among} ranks; " if copies > 1 else "fsdp: "
+        return f"{what}{blocks + ' and the rest' if blocks else 'the model as one block'}, {after}"
 
 
 def _prepare(parameter: Parameter, device: torch.device) -> None:
@@ -336,12 +364,25 @@ def check_fsdp(
     compile: bool,
     world_size: int,
 ) -> None:
-    """Refuse what fsdp cannot do, before anything is sharded."""
-    ranks = options.reshard_after_forward
-    if not isinstance(ranks, bool) and (ranks < 1 or world_size % ranks):
+    """Refuse what fsdp and hsdp cannot do, before anything is sharded."""
+    ranks, among = options.reshard_after_forward, options.shard_ranks or world_size
+    if among < 1 or world_size % among:
         raise UsageError(
-            f'fsdp["reshard_after_forward"]={ranks} does not divide the {world_size} ranks.',
-            fix=["True (over all ranks), False (not at all), or a divisor of the world size"],
+            f'fsdp["shard_ranks"]={among} does not divide the {world_size} ranks.',
+            fix=[
+                "as many ranks as hold one copy of the model together: a divisor of the world size",
+                'strategy="fsdp"',
+            ],
+        )
+    if not isinstance(ranks, bool) and (ranks < 1 or among % ranks):
+        raise UsageError(
+            f'fsdp["reshard_after_forward"]={ranks} does not divide the {among} ranks.',
+            fix=["True (over all ranks), False (not at all), or a divisor of their number"],
+        )
+    if exact and among < world_size:
+        raise UsageError(
+            'exact=True with strategy="hsdp": an all-reduce adds up the copies of the model, in no fixed order.',
+            fix=['strategy="fsdp", which keeps the order', "or exact=False"],
         )
     if len(models) > 1 or len(optimizers) > 1:
         raise UsageError(

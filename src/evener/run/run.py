@@ -244,7 +244,7 @@ class Run:
         tensors = [
             t for m in models.values() if isinstance(m, torch.nn.Module) for t in (*m.parameters(), *m.buffers())
         ]
-        later = self.config.strategy == "fsdp" and self.world_size > 1 and any(tensor.is_meta for tensor in tensors)
+        later = self.config.strategy in ("fsdp", "hsdp") and self.world_size > 1 and any(tensor.is_meta for tensor in tensors)
         if self.config.weights is not None:
             if len(models) > 1:
                 raise UsageError("weights= is for one model.", fix=["evener.load(dir, g=generator, d=discriminator)"])

@@ -24,7 +24,7 @@ from evener.engine.tally import as_loss
 
 
 class FSDP(Single):
-    """`strategy="fsdp"`.
+    """`strategy="fsdp"` and `"hsdp"` (copies of the model, each sharded over some ranks).
 
     Args:
         parameters: What the optimizer holds: this rank's rows.
@@ -37,6 +37,7 @@ class FSDP(Single):
         self, parameters: Sequence[torch.nn.Parameter], *, shards: Shards, join: Join, slice_size: int | None
     ) -> None:
         super().__init__(parameters)
+        self.copies = shards.world // shards.among
         self.shards, self.join = shards, join
         self.pieces = [shards.by_local[id(parameter)] for parameter in parameters]
         self.loose = [one.local for one in self.pieces if one.rows is None]
@@ -99,8 +100,11 @@ class FSDP(Single):
 
     def before_backward(self, last: bool) -> None:
         self.step += 1
-        if self.keeps:  # the last of all ranks, who joins in included
-            self.shards.root.set_requires_gradient_sync(self.step == len(self.join.numbers[0]))
+        last = self.step == len(self.join.numbers[0])  # of all ranks, who joins in included
+        if self.keeps:
+            self.shards.root.set_requires_gradient_sync(last)
+        elif self.copies > 1:  # between copies once per update
+            self.shards.root.set_requires_all_reduce(last)
         self.inner.before_backward(False)
 
     def after_backward(self, number: int) -> None:
@@ -146,6 +150,7 @@ class FSDP(Single):
         """The sum of squares of what this rank alone holds (1 element): what is whole everywhere counts on rank 0."""
         whole = {id(parameter.grad) for parameter in self.loose} if self.shards.rank else set()
         mine = [gradient for gradient in gradients if id(gradient) not in whole and gradient.numel()]
+        mine = mine if self.shards.copy == 0 else []  # what another copy of the model holds is the same
         wide = torch.float32 if self.shards.device.type == "mps" else torch.float64
         if not mine:
             return torch.zeros(1, dtype=wide, device=self.shards.device)
