@@ -244,7 +244,8 @@ class Run:
         tensors = [
             t for m in models.values() if isinstance(m, torch.nn.Module) for t in (*m.parameters(), *m.buffers())
         ]
-        later = self.config.strategy in ("fsdp", "hsdp") and self.world_size > 1 and any(tensor.is_meta for tensor in tensors)
+        sharded = self.config.strategy in ("fsdp", "hsdp") and self.world_size > 1
+        later = sharded and any(tensor.is_meta for tensor in tensors)
         if self.config.weights is not None:
             if len(models) > 1:
                 raise UsageError("weights= is for one model.", fix=["evener.load(dir, g=generator, d=discriminator)"])
