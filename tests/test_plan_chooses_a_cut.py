@@ -112,7 +112,7 @@ def test_what_the_script_decides_stays():
     assert {row.cut.microbatch_size for row in plan.rows} == {4}
     assert {row.cut.strategy for row in plan.rows} == {"ddp", "fsdp"}
     assert "activation_checkpointing" not in plan.keywords and plan.keywords["strategy"] == "ddp"
-    assert any("is the script's (flag)" in line for line in plan.because)
+    assert any("microbatch_size=4 was given (flag)" in line for line in plan.because)
     sliced = making.make(model(1, 0.1), captured(slice_size=8, exact=True), machine(2), neighbours=False)
     assert {row.cut.microbatch_size for row in sliced.rows} == {8} and "microbatch_size" not in sliced.keywords
 

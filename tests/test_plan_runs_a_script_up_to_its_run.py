@@ -71,6 +71,9 @@ CASES = {
     "import os\nprint('going')\nos.abort()": ("SIGABRT ended its process", "going", "Fatal Python error: Aborted"),
     "raise SystemExit(3)": ("ended with exit code 3",),
     "import evener\nevener.Run(1, 2, 3, [1], global_batch_size=2, stategy='ddp')": ("Run has no keyword 'stategy'",),
+    RUN.replace("optimizer, lambda m, b: F.cross_entropy(m(b[0]), b[1])", "optimizer, None"): (
+        "which loss belongs to",
+    ),
     "x = (": ("failed before its Run", "SyntaxError", "train.py:1"),
 }
 

@@ -198,7 +198,7 @@ def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: M
     lines[0] = f"{search.gib(chosen.device_total_bytes)} (up to {search.gib(chosen.high_bytes)}) of {room}"
     for name in DECIDED:
         if captured.asked(name) is not None:
-            lines.append(f"{name}={captured.given[name]['value']!r} is the script's ({captured.given[name]['origin']})")
+            lines.append(f"{name}={captured.given[name]['value']!r} was given ({captured.given[name]['origin']})")
     if captured.slice_size is not None:
         lines.append(f"a piece is one slice of {captured.slice_size} rows: exact or coupled code is never cut further")
     return lines

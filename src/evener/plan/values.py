@@ -135,7 +135,8 @@ class Cut:
         parts += [self.precision]
         parts += [f"recompute {self.activation_checkpointing}"] * (self.activation_checkpointing != "none")
         parts += [f"activations {self.saved_activations}"] * (self.saved_activations != "keep")
-        return ", ".join([*parts, f"{self.microbatches} microbatches x {self.microbatch_size}"])
+        pieces = "microbatch" if self.microbatches == 1 else "microbatches"
+        return ", ".join([*parts, f"{self.microbatches} {pieces} x {self.microbatch_size}"])
 
     @property
     def ranks(self) -> int:

@@ -180,6 +180,11 @@ def _look(
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # tracing needs one of its own, with as many ranks as it likes
     models, optimizers = by_name("model", model), by_name("optimizer", optimizer)
+    if len(optimizers) > 1 or loss_fn is None:
+        raise UsageError(
+            "this script's loop says which loss belongs to which optimizer: evener plan does not see it.",
+            fix=["evener.make_plan(model, optimizer, loss_fn, dataset, ...) plans one of them"],
+        )
     whole = torch.nn.ModuleList(models.values())
     batch, rows, total = sample(config, dataset)
     coupled = bn.has_batchnorm(whole) and config.batchnorm != "sync"
