@@ -81,8 +81,7 @@ def test_another_stream_does_not_take_what_this_one_has_freed():
     assert replay(events).allocated_bytes == 16 * MIB
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("capacity", [None, 600 * MIB])
+@pytest.mark.parametrize("expandable, capacity", [(False, None), (False, 600 * MIB), (True, None), (True, 600 * MIB)])
 def test_no_byte_is_lost_or_given_twice(test_seed, expandable, capacity):
     draw = random.Random(test_seed)
     for _ in range(20):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evener.cli.parser import Parser
 from evener.cli.run import check_script, split, to_override
 from evener.errors import EXIT_SHORTAGE, LaunchError, UsageError
+from evener.plan.search import amount, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,7 +116,7 @@ def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterato
     yield from table(plan, captured, everything=everything)
     if chosen is not None and chosen.at_peak:
         yield ""
-        yield f"alive at the peak ({chosen.phase}, {_size(chosen.peak_allocated_bytes)} allocated)"
+        yield f"alive at the peak ({chosen.phase}, {amount(chosen.peak_allocated_bytes)} allocated)"
         yield from _peak(chosen.at_peak)
         terms = ", ".join(_term(one) for one in chosen.terms if one.high_bytes >= 1 << 20)
         yield from _wrapped(f"beside it: {terms}", "    ", "  ") if terms else ()
@@ -152,7 +153,7 @@ def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterat
                 *(_number(size, unit) for size in (row.peak_allocated_bytes, row.peak_reserved_bytes)),
                 _number(row.device_total_bytes, unit),
                 f"{_number(row.low_bytes, unit)}-{_number(row.high_bytes, unit)}",
-                _seconds(row.seconds_per_update),
+                duration(row.seconds_per_update),
                 "?" if row.rows_per_second is None else f"{row.rows_per_second:,.0f}",
                 row.verdict,
             ]
@@ -169,7 +170,7 @@ def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterat
         yield from _wrapped(f"not possible: {what}: {reason}", "    ", "  ")
     times = [row for row in shown if row.seconds_per_update]
     if times and plan.chosen is not None and plan.chosen.seconds_low:
-        low, high = _seconds(plan.chosen.seconds_low), _seconds(plan.chosen.seconds_high)
+        low, high = duration(plan.chosen.seconds_low), duration(plan.chosen.seconds_high)
         yield f"  time of the chosen cut: {low} to {high} an update"
 
 
@@ -226,22 +227,16 @@ def _peak(shares: Sequence[Share]) -> Iterator[str]:
         if total[category] * 200 < sum(total.values()):
             continue
         top = sorted(modules[category].items(), key=lambda item: -item[1])
-        named = [f"{name} {_size(size)}" for name, size in top[:3] if name != "-"]
+        named = [f"{name} {amount(size)}" for name, size in top[:3] if name != "-"]
         rest = len(top) - len(named)
         more = f"; {rest} more" if named and rest else ""
-        line = f"{_size(total[category]):>10}  {category:<13}  {', '.join(named)}{more}"
+        line = f"{amount(total[category]):>10}  {category:<13}  {', '.join(named)}{more}"
         yield "  " + (line if len(line) <= 97 else line[:94] + "...").rstrip()
 
 
 def _term(one: Any) -> str:
-    known = "" if one.low_bytes == one.high_bytes else f" ({_size(one.low_bytes)} to {_size(one.high_bytes)})"
-    return f"{one.name} {_size(one.bytes)}{known}, {one.how}"
-
-
-def _size(size: int | None) -> str:
-    if size is None:
-        return "?"
-    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
+    known = "" if one.low_bytes == one.high_bytes else f" ({amount(one.low_bytes)} to {amount(one.high_bytes)})"
+    return f"{one.name} {amount(one.bytes)}{known}, {one.how}"
 
 
 def _number(size: int | None, unit: int) -> str:
@@ -249,12 +244,6 @@ def _number(size: int | None, unit: int) -> str:
         return "?"
     value = size / unit
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:

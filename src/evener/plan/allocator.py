@@ -70,7 +70,8 @@ class Pool:
 
 
 class Allocator:
-    """The allocator's state. `capacity`: bytes that segments may take together; None: endless."""
+    """The allocator's state. `capacity`: bytes that segments may take together; None: endless. An expandable segment
+    gives nothing back here."""
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
         self.expandable, self.capacity = expandable, capacity
@@ -136,18 +137,6 @@ class Allocator:
             for block in [one for one in self.blocks.values() if one.whole and one.pool.last is None]:
                 self._drop(block)
                 self.reserved -= block.size
-            for pool in self.pools.values():  # the free end of an expandable segment is unmapped, page by page
-                page, last = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT, pool.last
-                if last is not None and last.free and (whole := last.size // page * page):
-                    self._drop(last)
-                    self.reserved -= whole
-                    last.size -= whole
-                    if last.size:
-                        self._keep(last)
-                    else:
-                        pool.last = last.before
-                        if last.before is not None:
-                            last.before.behind = None
             if self.reserved + size > self.capacity:
                 raise MemoryError(size)
         self.reserved += size
@@ -162,30 +151,21 @@ class Allocator:
         return block
 
     def _grow(self, pool: Pool, size: int) -> Block:
-        page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
-        have = pool.last.size if pool.last is not None and pool.last.free else 0
+        page, last = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT, pool.last
+        have = last.size if last is not None and last.free else 0
         total = -(-(size - have) // page) * page
         self._reserve(total)
-        last = pool.last  # a retry may have unmapped it
         if last is None:
-            pool.last = block = Block(self.end, total, pool)
+            pool.last = Block(self.end, total, pool)
             self.end += 1 << 48
         elif last.free:
             self._drop(last)
             last.size += total
-            if last.size < size:  # its end was unmapped above
-                more = -(-(size - last.size) // page) * page
-                self._reserve(more)
-                last.size += more
-            block = last
         else:
-            block = Block(last.address + last.size, total, pool)
-            if block.size < size:
-                more = -(-(size - block.size) // page) * page
-                self._reserve(more)
-                block.size += more
-            block.before, last.behind, pool.last = last, block, block
-        return block
+            pool.last = last.behind = Block(last.address + last.size, total, pool)
+            pool.last.before = last
+        assert pool.last is not None
+        return pool.last
 
 
 def stream_of(one: Alloc) -> str:

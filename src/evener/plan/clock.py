@@ -100,13 +100,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of one update; None where it is unknown, with the reasons. `parts`: of the middle one, before overlap."""
+    """Time of one update; None where it is unknown, with the reasons."""
 
     low: float | None
     mid: float | None
     high: float | None
     because: tuple[str, ...] = ()
-    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def seconds(trace: Trace, machine: Machine, *, tf32: bool = False) -> Seconds:
@@ -121,7 +120,7 @@ def seconds(trace: Trace, machine: Machine, *, tf32: bool = False) -> Seconds:
         notes.append(f"GPUs of a node are assumed to be connected by {'NVLink' if path == 'nvlink' else 'PCIe'}")
     if trace.cut.ranks > machine.gpus and not machine.calibration.get("internode_gb_per_s"):
         notes.append("the network between nodes is a guess of 3 to 50 GB/s per GPU")
-    return Seconds(ends["low"][0], ends["mid"][0], ends["high"][0], tuple(notes), ends["mid"][1])
+    return Seconds(ends["low"], ends["mid"], ends["high"], tuple(notes))
 
 
 def _unknown(trace: Trace, machine: Machine, tf32: bool) -> tuple[str, ...]:
@@ -175,19 +174,10 @@ def _ring(one: Collective, ranks: int, size: float, bandwidth: float, alpha: flo
     return turns * (share * size / bandwidth + (ranks - 1) * alpha)
 
 
-def _update(trace: Trace, machine: Machine, pace: Pace, tf32: bool) -> tuple[float, dict[str, float]]:
-    """(seconds of the whole update, {part: seconds})."""
-    kind, cut = machine.kind, trace.cut
-    assert kind is not None
-    pieces = list(_pieces(trace))
-    parts: dict[str, float] = {}
-    times = [_piece(events, cut, machine, kind, pace, tf32, parts) for events in pieces]
-    total = sum(times)
-    if cut.microbatches > trace.pieces:
-        repeated = times[-2] if len(times) > 1 else times[0] / trace.pieces
-        total += (cut.microbatches - trace.pieces) * repeated
-        parts["repeated microbatches"] = (cut.microbatches - trace.pieces) * repeated
-    return total, parts
+def _update(trace: Trace, machine: Machine, pace: Pace, tf32: bool) -> float:
+    times = [_piece(events, trace.cut, machine, pace, tf32) for events in _pieces(trace)]
+    repeated = times[-2] if len(times) > 1 else times[0] / trace.pieces
+    return sum(times) + (trace.cut.microbatches - trace.pieces) * repeated
 
 
 def _pieces(trace: Trace) -> Iterator[list[Op | Collective]]:
@@ -205,15 +195,10 @@ def _pieces(trace: Trace) -> Iterator[list[Op | Collective]]:
     yield now
 
 
-def _piece(
-    events: list[Op | Collective],
-    cut: Cut,
-    machine: Machine,
-    kind: GpuKind,
-    pace: Pace,
-    tf32: bool,
-    parts: dict[str, float],
-) -> float:
+def _piece(events: list[Op | Collective], cut: Cut, machine: Machine, pace: Pace, tf32: bool) -> float:
+    """When the later stream is done, and the host."""
+    kind = machine.kind
+    assert kind is not None
     compute = network = host = gathered = 0.0
     past = ""
     for one in events:
@@ -222,14 +207,11 @@ def _piece(
         past = one.phase
         if isinstance(one, Op):
             host += pace.launch
-            took = operation_seconds(one, kind, pace, tf32)
-            compute = max(compute, host) + took
-            parts[one.phase] = parts.get(one.phase, 0.0) + took
+            compute = max(compute, host) + operation_seconds(one, kind, pace, tf32)
             continue
-        took = collective_seconds(one, cut, machine, pace)
-        parts["communication"] = parts.get("communication", 0.0) + took
         prefetched = one.kind == "all_gather" and cut.strategy in ("fsdp", "hsdp")
-        network = max(network, gathered if prefetched else compute) + took
+        start = max(network, gathered if prefetched else compute)
+        network = start + collective_seconds(one, cut, machine, pace)
         if prefetched or one.waits:
             compute = max(compute, network)
         if prefetched:

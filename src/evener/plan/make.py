@@ -194,8 +194,8 @@ def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: M
     lines = [room]
     if chosen is None or chosen.device_total_bytes is None:
         smallest = min((row.device_total_bytes for row in rows if row.device_total_bytes), default=None)
-        return [*lines, f"the smallest cut needs {search.gib(smallest)}"] if smallest else lines
-    lines[0] = f"{search.gib(chosen.device_total_bytes)} (up to {search.gib(chosen.high_bytes)}) of {room}"
+        return [*lines, f"the smallest cut needs {search.amount(smallest)}"] if smallest else lines
+    lines[0] = f"{search.amount(chosen.device_total_bytes)} (up to {search.amount(chosen.high_bytes)}) of {room}"
     for name in DECIDED:
         if captured.asked(name) is not None:
             lines.append(f"{name}={captured.given[name]['value']!r} was given ({captured.given[name]['origin']})")

@@ -360,12 +360,15 @@ def fragments(trace: Trace, row: Row, machine: Machine) -> list[str]:
     other = replay(trace.events, expandable=True, workspaces=[max(0, term.bytes) for term in estimate.of(trace).terms])
     if other.reserved_bytes > row.peak_reserved_bytes * 0.97:
         return []
-    less, setting = gib(other.reserved_bytes), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    return [f"{setting} would reserve {less} in place of {gib(row.peak_reserved_bytes)}"]
+    less, setting = amount(other.reserved_bytes), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return [f"{setting} would reserve {less} in place of {amount(row.peak_reserved_bytes)}"]
 
 
-def gib(size: float | None) -> str:
-    return "?" if size is None else f"{size / GIB:.2f} GiB" if size < 100 * GIB else f"{size / GIB:.1f} GiB"
+def amount(count: int | None) -> str:
+    """For readers: 12.34 GiB, 56.7 MiB, ? where it is not known."""
+    if count is None:
+        return "?"
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def neighbour(book: Book, captured: Captured, machine: Machine, world: int) -> str:
@@ -383,7 +386,7 @@ def neighbour(book: Book, captured: Captured, machine: Machine, world: int) -> s
     if chosen is None:
         return f"{what}: no cut fits"
     time = "" if chosen.seconds_per_update is None else f", {duration(chosen.seconds_per_update)} an update"
-    return f"{what}: {chosen.cut.words()}, {gib(chosen.device_total_bytes)}{time} ({chosen.verdict})"
+    return f"{what}: {chosen.cut.words()}, {amount(chosen.device_total_bytes)}{time} ({chosen.verdict})"
 
 
 def duration(seconds: float | None) -> str:
