@@ -59,7 +59,7 @@ def run(quick: bool) -> list[Table]:
             for name, lap in (("without", engine.lap), ("measured", HostPhases().lap))
         }
         blocks = max(5, updates // (4 if quick else 1))
-        times = interleave(pair, updates=blocks, rounds=15 if quick else 201, warm_up=50)
+        times = interleave(pair, updates=blocks, rounds=15 if quick else 61, warm_up=20)
         added, base = times.added("measured", "without"), times.median("without")
         table.add(name, f"{base * 1e6:.0f}", f"{added * 1e6:+.2f}", f"{100 * added / base:+.2f} %")
         table.note(verdict(f"{name}: share of a step", added / base, TARGET))

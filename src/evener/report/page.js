@@ -67,7 +67,7 @@
     };
     const plot = new uPlot({
       width: host.clientWidth, height: 230, legend: { show: false }, padding: [10, 18, 0, 0],
-      cursor: { sync: { key: "evener", setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
+      cursor: { y: false, sync: { key: "evener", setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: log ? { distr: 3 } : chart.zero ? { range: (u, lo, hi) => [0, Math.max(hi, chart.level ? chart.level : 0) * 1.08 || 1] } : {} },
       axes: [{ ...axis, size: 34 }, { ...axis, size: (u, labels) => 18 + 7 * Math.max(3, ...(labels || []).map(one => one.length)), values: (u, ticks) => ticks.map(v => v === null ? "" : words(v, chart.unit === "bytes" ? "bytes" : "")) }],
       series: [{}, ...chart.series.map(s => ({

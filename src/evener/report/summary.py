@@ -49,7 +49,7 @@ def summary(record: Record, explained: Mapping[str, str]) -> dict[str, Any]:
             for rank, one in sorted(record.ranks.items())
         ],
         "memory_peak_bytes": int(max((one.memory_peak for one in record.ranks.values()), default=0)) or None,
-        "memory_is": "of tensors on the GPU" if str(start.get("device")).startswith("cuda") else "of the whole process",
+        "memory_is": "of tensors on the GPU" if "peak_bytes" in times.memory.names else "of the whole process",
         "predicted_peak_bytes": record.peak.get("predicted_bytes"),
         "compared_peak_bytes": record.peak.get("real_bytes"),
         "checkpoints": record.counts["checkpoint"],
