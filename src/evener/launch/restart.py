@@ -14,7 +14,7 @@ from evener.launch.supervise import Ending
 # What comes out the same however often it is tried: wrong usage (2), too many updates that were not finite (66).
 # And what was asked for: stopped with a checkpoint (75), Ctrl-C (130).
 _FINAL = {0, 2, 66, 75, 130}
-_LONGEST_SECONDS = 60.0
+_LONGEST_SECONDS, _LONGEST_AFTER_A_KILL_SECONDS = 60.0, 10.0  # a kill is not cured by waiting for it to pass
 _SOON_SECONDS = 30.0
 _LESSONS = 12  # each at least halves the microbatch
 
@@ -42,7 +42,8 @@ def seconds_to_wait(attempts: list[Attempt], allowed: int) -> float | str | None
         return f"no restart is left of {allowed}"
     if len(attempts) > 1 and _same(attempts[-2], attempts[-1]):
         return "it failed twice in the same way, soon after its start: not restarted"
-    return float(min(_LONGEST_SECONDS, 2 ** (len(attempts) - 1)))
+    longest = _LONGEST_AFTER_A_KILL_SECONDS if newest.exit_code > 128 else _LONGEST_SECONDS
+    return float(min(longest, 2 ** (len(attempts) - 1)))
 
 
 def why_again(attempts: list[Attempt], allowed: int) -> str:
