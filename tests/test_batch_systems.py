@@ -121,7 +121,10 @@ def test_only_close_names_are_suggested(folder, capsys):
 
 SAVES = """
 import signal, sys, time
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))  # as evener.Stopped ends a rank, without importing torch
+def save(*_):  # as evener.Stopped ends a rank, without importing torch
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, save)
 print("sleeps", flush=True)
 time.sleep(600)
 """
@@ -150,6 +153,50 @@ def test_a_stop_that_was_saved_requeues_the_job(tmp_path, fails):
         "saved, but `scontrol requeue 4711` failed: Requested operation" if fails else "saved; job 4711 is in the queue"
     )
     assert said in error
+
+
+TRAINS = """
+import time, torch, evener
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+run = evener.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: (m(b[0]) - b[1]).square().mean(), data,
+                 global_batch_size=8, num_workers=1, precision="fp32", dir="runs/one")
+for update in run.updates(updates=10_000):
+    run.print("update", update.number)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, whom",
+    [
+        (name, whom)
+        for name in ("SIGTERM", "SIGUSR1", "SIGUSR2")
+        for whom in ("launcher", "one rank", "every process")
+        if (name, whom) != ("SIGTERM", "every process")  # it ends data workers: docs/several-machines.md
+    ],
+)
+def test_a_request_to_stop_is_one_request_however_many_get_it(tmp_path, name, whom):
+    (tmp_path / "trains.py").write_text(TRAINS)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evener", "run", "--cpu", "--nproc", "2", "trains.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line == "update 5\n":
+            break
+    launcher = psutil.Process(process.pid)
+    (logs,) = (tmp_path / "runs" / "logs").iterdir()
+    rank = psutil.Process(json.loads((logs / "rank1.json").read_text())["pid"])
+    every = {"launcher": [launcher], "one rank": [rank]}.get(whom, [launcher, *launcher.children(recursive=True)])
+    for one in every:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(getattr(signal, name))
+    _, error = process.communicate(timeout=LONG)
+    assert process.returncode == 75, error
+    saved = [json.loads(line) for line in (tmp_path / "runs" / "one" / "events.jsonl").read_text().splitlines()]
+    assert {"stop", "checkpoint"} <= {event["kind"] for event in saved}
 
 
 def test_a_requeue_that_could_not_work_is_refused_at_once(folder, monkeypatch, capsys):

@@ -269,8 +269,8 @@ def together(
         while True:
             round = tie.gather(job, attempt)
             launch = launch_of(round.attempt, round, run_id=round.job)
-            ending, text, seconds = one_attempt(launch, tie.tick)
-            verdict = tie.ended(ending, text, seconds)
+            ending, text, _ = one_attempt(launch, tie.tick)
+            verdict = tie.ended(ending, text)
             if verdict.text:
                 logs = "" if verdict.host == round.name else f"\n  logs of this host: {launch.logs}"
                 host = "" if verdict.host == round.name else f"{verdict.host}: "

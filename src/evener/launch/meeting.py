@@ -22,9 +22,9 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil  # type: ignore[import-untyped]
 
@@ -38,6 +38,7 @@ BEAT_SECONDS, LOST_SECONDS = 5.0, 30.0
 SETTLE_SECONDS = 10.0  # an elastic job that has enough hosts waits so long for one more
 END_SECONDS = 120.0  # from the first bad end on; hosts that are asked to stop need 15 s
 CHECK_SECONDS = 5.0
+LOST = {"code": 1, "stopped": False, "victim": False, "lost": True}  # how a host's ranks end that is not heard of
 
 
 class Line:
@@ -122,9 +123,11 @@ class _Guest:
     since: float
     hello: dict[str, Any] = field(default_factory=dict)
     name: str = ""
-    checked: dict[str, str | None] | None = None
-    ended: dict[str, Any] | None = None
-    playing: bool = False  # takes part in this round
+    gone: str = ""
+
+
+class _OverError(Exception):
+    """Nothing is left to be decided."""
 
 
 class Head(threading.Thread):
@@ -132,32 +135,26 @@ class Head(threading.Thread):
 
     def __init__(self, layout: Layout, server: socket.socket, job: str, wait_seconds: float, restarts: int) -> None:
         super().__init__(daemon=True)
-        self.layout, self.server, self.job, self.wait_seconds = layout, server, job, wait_seconds
-        self.restarts, self.attempt, self.attempts = restarts, 0, list[Attempt]()
+        self.layout, self.server, self.job, self.wait_seconds, self.restarts = (
+            layout,
+            server,
+            job,
+            wait_seconds,
+            restarts,
+        )
+        self.elastic = layout.least < layout.most
+        self.attempt, self.attempts = 0, list[Attempt]()
         self.guests: list[_Guest] = []
-        self.store: socket.socket | None = None
         self.known: list[str] = []  # the names of the last round
         self.finished = False
-        self._gather(0.0)
 
     def run(self) -> None:
-        phases: dict[str, Callable[[float], None]] = {
-            "gather": self._tick_gather, "check": self._tick_check, "run": self._tick_run,
-        }  # fmt: skip
-        while not self.finished:
-            lines = [guest.line.connection for guest in self.guests]
-            ready, _, _ = select.select([self.server, *lines], [], [], 0.5)
-            if self.server in ready:
-                with contextlib.suppress(OSError):
-                    connection, address = self.server.accept()
-                    self.guests.append(_Guest(Line(connection), str(address[0]), time.monotonic()))
-            for guest in list(self.guests):
-                try:
-                    for message in guest.line.receive():
-                        self._on(guest, message)
-                except (OSError, KeyError, TypeError, ValueError) as error:
-                    self._lose(guest, str(error))
-            phases[self.phase](time.monotonic())
+        wait = 0.0
+        with contextlib.suppress(_OverError):
+            while True:
+                here = self._gather(wait)
+                if self._check(here):
+                    wait = self._play(here)
         self.server.close()
         for guest in self.guests:  # closed at once, a line that is still being written to would lose its last words
             with contextlib.suppress(OSError):
@@ -166,209 +163,181 @@ class Head(threading.Thread):
                     pass
             guest.line.connection.close()
 
-    def _send(self, guests: list[_Guest], **values: Any) -> None:
-        for guest in list(guests):
+    def _send(self, guests: Iterable[_Guest], **values: Any) -> None:
+        for guest in guests:
             with contextlib.suppress(OSError):  # it went away: the next `receive` says so
                 guest.line.send(**values)
 
-    def _known(self) -> list[_Guest]:
+    def _refuse(self, text: str) -> NoReturn:
+        self._send(self.guests, refused=text)
+        raise _OverError
+
+    def _pump(self) -> list[tuple[_Guest, dict[str, Any]]]:
+        """What has been said, half a second at most. Hosts that come are taken up, hosts that are gone marked."""
+        if self.finished:
+            raise _OverError
+        ready, _, _ = select.select([self.server, *(guest.line.connection for guest in self.guests)], [], [], 0.5)
+        if self.server in ready:
+            with contextlib.suppress(OSError):
+                connection, address = self.server.accept()
+                self.guests.append(_Guest(Line(connection), str(address[0]), time.monotonic()))
+        told = []
+        for guest in list(self.guests):
+            try:
+                for message in guest.line.receive():
+                    told.append((guest, message))
+                    if "hello" in message and not guest.name:
+                        self._welcome(guest, message["hello"])
+            except (OSError, KeyError, TypeError, ValueError) as error:
+                guest.gone = str(error)
+                self.guests.remove(guest)
+                guest.line.connection.close()
+        return told
+
+    def _named(self) -> list[_Guest]:
         return [guest for guest in self.guests if guest.name]
 
-    def _on(self, guest: _Guest, message: Mapping[str, Any]) -> None:
-        if "hello" in message and not guest.name:
-            self._welcome(guest, message["hello"])
-        elif "checked" in message:
-            guest.checked = message["checked"]
-        elif "ended" in message and guest.playing:
-            guest.ended = message["ended"]
-            if guest.ended["code"] != 0 or guest.ended["stopped"]:
-                self._bad(guest.name, guest.ended)
-
-    def _bad(self, name: str, end: dict[str, Any]) -> None:
-        """A host's ranks have not ended well: all others are to end too."""
-        if not self.bad:
-            self.first_bad = time.monotonic()
-            still = [one for one in self._known() if one.playing and one.ended is None]
-            self._send(still, stop="asked" if end["stopped"] else "failed")
-        self.bad.append((name, end))
-
-    def _lose(self, guest: _Guest, why: str) -> None:
-        self.guests.remove(guest)
-        guest.line.connection.close()
-        if guest.playing and guest.ended is None and self.phase == "run":
-            text = f"lost: {why}"
-            end = {"code": 1, "stopped": False, "victim": False, "lost": True, "text": text, "seconds": 1e9}
-            self._bad(guest.name, end)
-        elif guest.name and self.phase == "check":
-            self._gather(0.0)
-        elif guest.name and self.phase == "gather":
-            self._send(self._known(), news=f"{guest.name} has left; {self._arrived()}")
-
     def _welcome(self, guest: _Guest, hello: dict[str, Any]) -> None:
-        label = str(hello["name"]) if hello["label"] is None else f"{hello['name']} {hello['label']}"
-        same = [one for one in self._known() if one.name.partition(" (")[0] == label]
-        first = next(iter(self._known()), None)
+        label, rank, most = " ".join(filter(None, (hello["name"], hello["label"]))), hello["rank"], self.layout.most
+        others = self._named()
+        taken = [one.name for one in others if rank is not None and one.hello["rank"] == rank]
         wrong = ""
-        if first is not None and hello["what"] != first.hello["what"]:
+        if others and hello["what"] != others[0].hello["what"]:
+            first = others[0]
             wrong = f"it was started with another command: {hello['what']} here, {first.hello['what']} on {first.name}"
-        taken = [one.name for one in self._known() if hello["rank"] is not None and one.hello["rank"] == hello["rank"]]
-        if taken and not wrong:
-            wrong = f"node rank {hello['rank']} is taken by {taken[0]}"
-        if hello["rank"] is not None and hello["rank"] >= self.layout.most:
-            wrong = f"node rank {hello['rank']} of {self.layout.most} hosts: ranks run from 0 to {self.layout.most - 1}"
+        elif taken:
+            wrong = f"node rank {rank} is taken by {taken[0]}"
+        elif rank is not None and rank >= most:
+            wrong = f"node rank {rank} of {most} hosts: ranks run from 0 to {most - 1}"
         if wrong:
             self._send([guest], refused=f"{label} cannot take part: {wrong}.")
             return
-        guest.name, guest.hello = label if not same else f"{label} ({len(same) + 1})", hello
-        self.attempt = max(self.attempt, int(hello["attempt"]))
-        self.job = hello["job"] or self.job
-        self.arrival = guest.since = time.monotonic()
-        if self.phase == "run":
-            elastic = self.layout.least < self.layout.most
-            if elastic and not self.bad and sum(one.playing for one in self.guests) < self.layout.most:
-                self.regroup = True
-                self._send([one for one in self.guests if one.playing and one.ended is None], stop="regroup")
-        else:
-            self._send(self._known(), news=self._arrived())
-            if self.phase == "check":
-                self._gather(0.0)
+        same = sum(one.name.partition(" (")[0] == label for one in others)
+        guest.name, guest.hello, guest.since = f"{label} ({same + 1})" if same else label, hello, time.monotonic()
+        self.attempt, self.job = max(self.attempt, int(hello["attempt"])), hello["job"] or self.job
 
-    # --- one round ------------------------------------------------------------------------------------------------
+    # --- one round: gather, check, play -------------------------------------------------------------------------------
 
-    def _gather(self, wait: float) -> None:
-        now = time.monotonic()
-        self.phase, self.not_before, self.deadline, self.arrival = (
-            "gather",
-            now + wait,
-            now + wait + self.wait_seconds,
-            now,
-        )
-        self.bad: list[tuple[str, dict[str, Any]]] = []
-        self.regroup = False
-        if self.store is not None:
-            self.store.close()
-            self.store = None
-        for guest in self.guests:
-            guest.checked, guest.ended, guest.playing = None, None, False
-
-    def _arrived(self) -> str:
-        here = self._known()
-        names = [name for rank, name in enumerate(self.layout.names) if rank not in {one.hello["rank"] for one in here}]
-        if not self.layout.names or all(one.hello["rank"] is None for one in here):
-            came = {one.name for one in here}
-            names = [name for name in self.layout.names or self.known if name not in came]
-        wanted = (
-            self.layout.most if self.layout.least == self.layout.most else f"{self.layout.least} to {self.layout.most}"
-        )
-        text = f"{len(here)} of {wanted} {'tasks' if self.layout.task else 'hosts'} arrived"
+    def _arrived(self, here: list[_Guest]) -> str:
+        ranks, came = {one.hello["rank"] for one in here}, {one.name for one in here}
+        names = [one for rank, one in enumerate(self.layout.names) if rank not in ranks]
+        if not self.layout.names or ranks == {None}:
+            names = [one for one in self.layout.names or self.known if one not in came]
         missing = names[: max(0, self.layout.most - len(here))]
-        if missing:
-            return f"{text}: missing {', '.join(missing)}"
-        return f"{text}: {', '.join(one.name for one in here)}"
+        wanted = f"{self.layout.least} to {self.layout.most}" if self.elastic else self.layout.most
+        text = f"{len(here)} of {wanted} {'tasks' if self.layout.task else 'hosts'} arrived"
+        return f"{text}: missing {', '.join(missing)}" if missing else f"{text}: {', '.join(one.name for one in here)}"
 
-    def _tick_gather(self, now: float) -> None:
-        here = self._known()
-        enough = len(here) >= self.layout.least
-        settled = enough and self.layout.least < self.layout.most and now > self.arrival + SETTLE_SECONDS
-        if now >= self.not_before and (len(here) >= self.layout.most or settled or (enough and now > self.deadline)):
-            self._check(here[: self.layout.most])
-        elif now > self.deadline:
-            self._refuse(f"{self._arrived()}, within {self.wait_seconds:.0f} s.")
-
-    def _refuse(self, text: str) -> None:
-        self._send(self.guests, refused=text)
-        self.finished = True
-
-    def _check(self, here: list[_Guest]) -> None:
-        """Before anything is started: does every host reach the store's port, and the next host?"""
-        here.sort(key=lambda one: (one.hello["rank"] if one.hello["rank"] is not None else self.layout.most, one.since))
-        if self.layout.rank is None:  # the head's own first: torch's store listens where node rank 0 is
-            here.sort(key=lambda one: not one.hello["head"])
+    def _gather(self, wait: float) -> list[_Guest]:
+        """The hosts of the next round, by node rank: all, or enough of them when no more have come for a while."""
+        start, told = time.monotonic() + wait, ""
+        while True:
+            self._pump()
+            here, now = self._named(), time.monotonic()
+            if here and (text := self._arrived(here)) != told:
+                self._send(here, news=text)
+                told = text
+            late = now > start + self.wait_seconds
+            settled = self.elastic and now > max([start, *(one.since for one in here)]) + SETTLE_SECONDS
+            if len(here) >= self.layout.most or (len(here) >= self.layout.least and (settled or late)):
+                if now >= start:
+                    break
+            elif late:
+                self._refuse(f"{self._arrived(here)}, within {self.wait_seconds:.0f} s.")
+        last = self.layout.most
+        # Where ranks are not given the head is first: torch's store listens where node rank 0 is.
+        here.sort(key=lambda one: (last if one.hello["rank"] is None else one.hello["rank"], not one.hello["head"]))
         own = [str(one.line.connection.getsockname()[0]) for one in here]
         self.address = next((one for one in own if not _bare(one)), own[0])
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        return here[:last]
+
+    def _check(self, here: list[_Guest]) -> bool:
+        """Before anything is started: does every host reach the store's port, and the next host? False: one left."""
         at = (self.address, self.layout.port + 1)
         try:
-            self.store = socket.create_server(at, family=family, backlog=128)
+            store = socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET, backlog=128)
         except OSError as error:
             self._refuse(f"The head cannot listen on {at[0]}:{at[1]}, the port for torch's store: {error.strerror}.")
-            return
-        self.phase, self.deadline = "check", time.monotonic() + 6 * CHECK_SECONDS
-        for place, guest in enumerate(here):
-            guest.playing = True
-            after = here[(place + 1) % len(here)]
-            to = self.address if _bare(after.address) else after.address
-            self._send([guest], check={"store": [*at], "next": [to, after.hello["port"]]})
-        self.here = here
-
-    def _tick_check(self, now: float) -> None:
-        waiting = [one.name for one in self.here if one.checked is None]
-        if waiting:
-            if now > self.deadline:
-                self._refuse(f"No answer from {', '.join(waiting)}.")
-            return
-        wrong = []
-        for place, guest in enumerate(self.here):
-            after, checked = self.here[(place + 1) % len(self.here)], guest.checked or {}
-            if checked["store"]:
-                wrong.append(f"{guest.name} does not reach {self.address}:{self.layout.port + 1}: {checked['store']}")
-            if checked["next"] and place != (place + 1) % len(self.here):
-                wrong.append(f"{guest.name} does not reach {after.name} on a free port: {checked['next']}")
+        after = dict(zip(here, [*here[1:], here[0]]))
+        answers: dict[_Guest, dict[str, str | None]] = {}
+        deadline = time.monotonic() + 6 * CHECK_SECONDS
+        with store:
+            for guest, to in after.items():
+                to_address = self.address if _bare(to.address) else to.address
+                self._send([guest], check={"store": at, "next": (to_address, to.hello["port"])})
+            while waiting := [one for one in here if one not in answers and not one.gone]:
+                answers |= {guest: message["checked"] for guest, message in self._pump() if "checked" in message}
+                if time.monotonic() > deadline:
+                    self._refuse(f"No answer from {', '.join(one.name for one in waiting)}.")
+        wrong = [
+            f"{one.name} does not reach {at[0]}:{at[1]}: {its['store']}" for one, its in answers.items() if its["store"]
+        ]
+        for one, its in answers.items():
+            if its["next"]:
+                wrong.append(f"{one.name} does not reach {after[one].name} on a free port: {its['next']}")
         if wrong:
             self._refuse("Hosts do not reach each other:\n" + "\n".join(wrong))
-            return
-        assert self.store is not None
-        self.store.close()
-        self.store, self.phase, self.started = None, "run", now
-        self.known = [one.name for one in self.here]
-        sizes = [int(one.hello["nproc"]) for one in self.here]
-        for place, guest in enumerate(self.here):
-            self._send([guest], go={
-                "name": guest.name, "job": self.job, "attempt": self.attempt, "node_rank": place,
-                "nnodes": len(sizes), "first_rank": sum(sizes[:place]), "world": sum(sizes),
-                "head": self.address, "port": self.layout.port + 1,
-            })  # fmt: skip
+        return len(answers) == len(here)
 
-    def _tick_run(self, now: float) -> None:
-        playing = [one for one in self.guests if one.playing]
-        if self.bad and now > self.first_bad + END_SECONDS:
-            for guest in [one for one in playing if one.ended is None]:
-                self._lose(guest, f"its ranks did not end within {END_SECONDS:.0f} s")
-            return
-        late = [one for one in self._known() if not one.playing and now > one.since + 2 * LOST_SECONDS]
-        self._send(
-            late if not self.bad and not self.regroup else [],
-            refused=f"The job runs without it: {', '.join(self.known)}.",
-        )
-        if any(one.ended is None for one in playing):
-            return
-        real = [one for one in self.bad if not one[1]["victim"]]
-        well: dict[str, Any] = {"code": 0, "stopped": False, "text": ""}
-        name, end = next(iter(real or self.bad), ("", well))
-        lost = [one for one, its in self.bad if its.get("lost")]
-        again, why = None, ""
-        if self.regroup and all(its["stopped"] or its["victim"] for _, its in self.bad):
-            again, why = 0.0, "more hosts have come"
-        elif lost and self.layout.least < self.layout.most:
-            again, why = 1.0, f"without {', '.join(lost)}"
-        elif self.bad:
+    def _play(self, here: list[_Guest]) -> float:
+        """One start, until the ranks of all hosts have ended. The seconds to wait before the next one."""
+        self.known, sizes = [one.name for one in here], [int(one.hello["nproc"]) for one in here]
+        every = {"job": self.job, "attempt": self.attempt, "nnodes": len(here), "world": sum(sizes)}
+        every |= {"head": self.address, "port": self.layout.port + 1}
+        for place, guest in enumerate(here):
+            own = {"name": guest.name, "node_rank": place, "first_rank": sum(sizes[:place])}
+            self._send([guest], go={**every, **own})
+        started, asked, regroup = time.monotonic(), float("inf"), False
+        ends: dict[_Guest, dict[str, Any]] = {}  # in the order in which they were heard of
+        while running := [one for one in here if one not in ends]:
+            ends |= {guest: message["ended"] for guest, message in self._pump() if "ended" in message}
+            now = time.monotonic()
+            for guest in running:
+                if guest not in ends and (guest.gone or now > asked + END_SECONDS):
+                    why = guest.gone or f"its ranks did not end within {END_SECONDS:.0f} s"
+                    ends[guest] = {**LOST, "text": f"lost: {why}"}
+            bad = [end for end in ends.values() if end["code"] != 0 or end["stopped"]]
+            late = [one for one in self._named() if one not in here]
+            if bad and asked == float("inf"):
+                asked = now
+                self._send(running, stop="asked" if bad[0]["stopped"] else "failed")
+            elif late and not bad and not regroup and self.elastic and len(here) < self.layout.most:
+                regroup = True
+                self._send(running, stop="regroup")
+            elif not bad and not regroup:
+                late = [one for one in late if now > one.since + 2 * LOST_SECONDS]
+                self._send(late, refused=f"The job runs without it: {', '.join(self.known)}.")
+        return self._judge(ends, regroup, time.monotonic() - started)
+
+    def _judge(self, ends: dict[_Guest, dict[str, Any]], regroup: bool, seconds: float) -> float:
+        """Tells all hosts the cause and whether there is another round; the seconds before it."""
+        bad = [(guest.name, end) for guest, end in ends.items() if end["code"] != 0 or end["stopped"]]
+        well: dict[str, Any] = {"code": 0, "text": ""}
+        name, end = next((one for one in bad if not one[1]["victim"]), bad[0] if bad else ("", well))
+        lost = [one for one, its in bad if its.get("lost")]
+        wait: float | None = None
+        why = ""
+        if regroup and all(its["stopped"] or its["victim"] for _, its in bad):
+            wait, why = 0.0, "more hosts have come"
+        elif lost and self.elastic:
+            wait, why = 1.0, f"without {', '.join(lost)}"
+        elif bad:
             error = LaunchError(end["text"]) if end["text"] else None
-            self.attempts.append(
-                Attempt(Ending(end["code"], error, stopped=end["stopped"]), min(now - self.started, end["seconds"]))
-            )
-            wait = seconds_to_wait(self.attempts, self.restarts)
-            again, why = (
-                (wait, why_again(self.attempts, self.restarts)) if isinstance(wait, float) else (None, wait or "")
-            )
-        if again:
-            why += f" in {again:.0f} s"
-        verdict = {"host": name, "code": end["code"], "text": end["text"], "again": again is not None, "why": why}
-        self._send([one for one in self.guests if one.playing], verdict=verdict)
-        if again is None:
-            self.finished = True
-        else:
-            self.attempt += 1
-            self._gather(again)
+            ending = Ending(end["code"], error, stopped=end["stopped"])
+            self.attempts.append(Attempt(ending, seconds))
+            answer = seconds_to_wait(self.attempts, self.restarts)
+            if isinstance(answer, float):
+                wait, why = answer, why_again(self.attempts, self.restarts)
+            else:
+                why = answer or ""
+        if wait is not None:
+            why += f" in {wait:.0f} s"
+        verdict = {"host": name, "code": end["code"], "text": end["text"], "again": wait is not None, "why": why}
+        self._send(ends, verdict=verdict)
+        if wait is None:
+            raise _OverError
+        self.attempt += 1
+        return wait
 
 
 @dataclass(frozen=True)
@@ -395,8 +364,7 @@ def join(layout: Layout, job: str, wait: float, restarts: int, nproc: int, what:
         yield tie
     finally:
         tie.port.close()
-        if tie.line is not None:
-            tie.line.connection.close()
+        tie._lose(ConnectionError())
         if head is not None:
             head.finished = True
             head.join(BEAT_SECONDS * 2)
@@ -409,70 +377,65 @@ class Tie:
         self.layout, self.hello, self.wait_seconds, self.head = layout, dict(hello), wait, head
         self.restarts, self.losses, self.lost = restarts, 0, ""
         self.line: Line | None = None
-        self.port = socket.create_server(("", 0), backlog=128)  # for others to try: nobody accepts there
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        # For others to try: nobody accepts there.
+        self.port = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=both)
 
     def gather(self, job: str | None, attempt: int) -> Round:
         """Waits for all hosts. Raises LaunchError: not in time, refused, or a port that is closed."""
         while True:
             with contextlib.suppress(ConnectionError):
                 return self._gather(job, attempt)
-            self.line = None
+            self._lose(ConnectionError())
             time.sleep(1.0)
 
     def _gather(self, job: str | None, attempt: int) -> Round:
+        here, port = self.layout, self.layout.port
         if self.line is None:
-            self.line, self.lost = Line(self._connect()), ""
-            own = {
-                "name": socket.gethostname(),
-                "rank": self.layout.rank,
-                "head": self.head is not None,
-                "port": self.port.getsockname()[1],
-            }
-            self.line.send(hello={**self.hello, **own, "job": job, "attempt": attempt})
+            self.line = Line(self._connect())
+            own = {"name": socket.gethostname(), "rank": here.rank, "port": self.port.getsockname()[1]}
+            self.line.send(hello={**self.hello, **own, "head": self.head is not None, "job": job, "attempt": attempt})
         limit = time.monotonic() + 2 * self.wait_seconds + 120  # the head decides; this is for a head that never does
         while time.monotonic() < limit:
-            select.select([self.line.connection], [], [], 1.0)
-            for message in self.line.receive():
+            for message in self._wait():
                 if "news" in message:
                     say(message["news"])
                 elif "refused" in message:
                     cause, *evidence = message["refused"].splitlines()
-                    port = self.layout.port
-                    fix = [f"open ports {port}, {port + 1} and those above 1024 between the hosts"]
-                    raise LaunchError(cause, evidence=evidence, fix=fix if evidence else [])
+                    fix = [f"open ports {port}, {port + 1} and those above 1024 between the hosts"] if evidence else []
+                    raise LaunchError(cause, evidence=evidence, fix=fix)
                 elif "check" in message:
                     self.line.send(checked={what: reach(*at) for what, at in message["check"].items()})
                 elif "go" in message:
                     local = str(self.line.connection.getsockname()[0])
                     local = message["go"]["head"] if _bare(local) else local
                     return Round(**message["go"], local=local, interface=interface_of(local) or "")
-        raise LaunchError(f"The head {self.layout.head}:{self.layout.port} does not decide.")
+        raise LaunchError(f"The head {here.head}:{port} does not decide.")
+
+    def _wait(self) -> list[dict[str, Any]]:
+        if self.line is None:
+            raise ConnectionError(self.lost)
+        select.select([self.line.connection], [], [], 1.0)
+        return self.line.receive()
 
     def _connect(self) -> socket.socket:
-        at = (
-            "127.0.0.1" if self.head is not None and not _own(self.head.server) else self.layout.head,
-            self.layout.port,
-        )
-        if self.head is not None and _own(self.head.server):
-            at = (_own(self.head.server), self.layout.port)
+        to = self.layout.head
+        if self.head is not None:  # to itself: where it listens, on one address or on all of them
+            own = str(self.head.server.getsockname()[0])
+            to = "127.0.0.1" if own == "0.0.0.0" else own
         deadline, told = time.monotonic() + self.wait_seconds, ""
         while True:
             why = ""
             try:
-                return socket.create_connection(at, CHECK_SECONDS)
+                return socket.create_connection((to, self.layout.port), CHECK_SECONDS)
             except OSError as error:
                 why = _reason(error)
-            where = f"{self.layout.head}:{self.layout.port}"
-            known = [one for one in addresses(self.layout.head) if one != self.layout.head]
-            where += f" ({', '.join(known)})" if known else ""
+            known = ", ".join(one for one in addresses(to) if one != to)
+            where = f"{to}:{self.layout.port}{f' ({known})' if known else ''}"
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"The head {where} was not reached within {self.wait_seconds:.0f} s: {why}.",
-                    fix=[
-                        "start the same command there, with the same --head",
-                        "`evener doctor --nodes` looks at names, ports and interfaces",
-                    ],
-                )
+                fix = ["start the same command there, with the same --head", "`evener doctor --nodes` looks further"]
+                raise LaunchError(f"The head {where} was not reached within {self.wait_seconds:.0f} s: {why}.", fix=fix)
             if why != told:
                 say(f"waiting for the head {where}: {why}")
                 told = why
@@ -487,38 +450,34 @@ class Tie:
                 if "stop" in message:
                     return str(message["stop"])
         except OSError as error:
-            self.line.connection.close()
-            self.line, self.lost = None, str(error)
+            self._lose(error)
             return "failed"
         return None
 
-    def ended(self, ending: Ending, text: str, seconds: float) -> Verdict:
+    def _lose(self, error: OSError) -> None:
+        if self.line is not None:
+            self.line.connection.close()
+        self.line, self.lost = None, str(error)
+
+    def ended(self, ending: Ending, text: str) -> Verdict:
         """Tells how this host's ranks ended, and waits for what that means for all of them."""
         end = {"code": ending.exit_code, "stopped": ending.stopped, "victim": ending.victim, "text": text}
         try:
-            if self.line is None:
-                raise ConnectionError(self.lost)
-            self.line.send(ended={**end, "seconds": seconds})
+            if self.line is not None:
+                self.line.send(ended=end)
             while True:
-                select.select([self.line.connection], [], [], 1.0)
-                for message in self.line.receive():
+                for message in self._wait():
                     if "verdict" in message:
                         return Verdict(**message["verdict"])
         except OSError as error:
-            if self.line is not None:
-                self.line.connection.close()
-            self.line = None
+            self._lose(error)
             self.losses += 1
             again = self.layout.least < self.layout.most or self.losses <= self.restarts
-            why = "waiting for it to come back" if again else ""
-            return Verdict(
-                f"the head {self.layout.head}:{self.layout.port}", ending.exit_code or 1, f"lost: {error}", again, why
+            head, why = (
+                f"the head {self.layout.head}:{self.layout.port}",
+                "waiting for it to come back" if again else "",
             )
-
-
-def _own(server: socket.socket) -> str:
-    address = str(server.getsockname()[0])
-    return "" if address in ("0.0.0.0", "::") else address
+            return Verdict(head, ending.exit_code or 1, f"lost: {error}", again, why)
 
 
 def _reason(error: OSError) -> str:

@@ -71,6 +71,9 @@ def main() -> None:
         else:
             run_script(target, args)
     except BaseException as error:
+        # A request that comes twice must not end what is about to say how it ended.
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
         record.ended_by(error)
         as_if_uncaught(error)
         raise

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -30,7 +32,9 @@ class Stopped(SystemExit):
 def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
     """While the loop runs, TERM, INT, USR1 and USR2 call `ask(name)`; the second INT or TERM acts at once, as before.
 
-    Handlers are put back afterwards. Outside of the main thread nothing can be installed, and nothing is.
+    Handlers are put back afterwards. Outside of the main thread nothing can be installed, and nothing is. A scheduler
+    signals every process of a job, and the launcher passes the signal on: the same TERM twice within a second is one
+    request, and USR1 or USR2 that were asked for stay ignored, or the second would end a process that has just saved.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -38,10 +42,19 @@ def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
     names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
     before: dict[int, Any] = {}
 
+    first: dict[int, float] = {}
+
     def handle(number: int, frame: FrameType | None) -> None:
         ask(signal.Signals(number).name)
+        now = time.monotonic()
+        if number == signal.SIGTERM and now < first.setdefault(number, now) + 1.0:
+            return
         if number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, before[number])  # the second one means now
+            if number in first:
+                os.kill(os.getpid(), number)
+        else:
+            signal.signal(number, signal.SIG_IGN)
 
     for name in names:
         number = getattr(signal, name)
