@@ -110,10 +110,10 @@ def test_unsafe_fixes_need_their_flag():
     assert fixed(code, one("barrier-every-step"), unsafe=True) != code
 
 
-class Stubborn(Rule):
+class Stubborn(Rule, level="error", fix="no"):
     """A rule whose fix does not settle it, and one whose fix does not parse."""
 
-    level, fix, text = "error", "no", "import torch as x"
+    text = "import torch as x"
 
     def check(self, file):
         for stmt in file.source.tree.body:

@@ -157,11 +157,14 @@ def hit(
 
 
 class Rule:
-    """Subclasses set `level`, `fix` (one line: what to do) and write `check`."""
+    """Subclasses say in their head how they are told, and write `check`."""
 
-    level: ClassVar[str] = "warning"
-    in_tests: ClassVar[bool] = True  # False: a test does that on purpose
-    fix: ClassVar[str] = ""
+    level: ClassVar[str]
+    in_tests: ClassVar[bool]  # False: a test does that on purpose
+    fix: ClassVar[str]  # one line: what to do
+
+    def __init_subclass__(cls, *, level: str = "warning", in_tests: bool = True, fix: str) -> None:
+        cls.level, cls.in_tests, cls.fix = level, in_tests, fix
 
     def __init__(self) -> None:
         self.id = re.sub(r"(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()

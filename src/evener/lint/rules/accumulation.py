@@ -10,7 +10,7 @@ from evener.lint.rule import Checked, Hits, Rule, hit, replace
 from evener.lint.source import keyword, last, literal
 
 
-class AccumulationNotNormalised(Rule):
+class AccumulationNotNormalised(Rule, fix="divide the loss by the number of microbatches before backward"):
     """The loss of a microbatch is not divided by the number of microbatches.
 
     The gradient of the update is N times too large: with N = 8 the learning rate is in effect 8 times what it says.
@@ -24,8 +24,6 @@ class AccumulationNotNormalised(Rule):
                   optimizer.step()
                   optimizer.zero_grad()
     """
-
-    fix = "divide the loss by the number of microbatches before backward"
 
     def check(self, file: Checked) -> Hits:
         for window in file.windows:
@@ -61,7 +59,9 @@ def _scaled_elsewhere(file: Checked, window: Window) -> bool:
     )
 
 
-class AccumulationTailDropped(Rule):
+class AccumulationTailDropped(
+    Rule, fix="also step at the last batch (`or i + 1 == len(loader)`), divided by the microbatches that it really has"
+):
     """The last, incomplete window of an epoch is never applied.
 
     Its gradients are thrown away, or leak into the first update of the next epoch.
@@ -75,8 +75,6 @@ class AccumulationTailDropped(Rule):
                       optimizer.step()
                       optimizer.zero_grad()
     """
-
-    fix = "also step at the last batch (`or i + 1 == len(loader)`), divided by the microbatches that it really has"
 
     def check(self, file: Checked) -> Hits:
         last_turn = r"\blen\(|\blast|\bor\b.*==|final|is_end|end_of|num_batches|n_batches|steps_per_epoch"
@@ -110,7 +108,7 @@ def _counts_per_epoch(file: Checked, window: Window) -> bool:
     )
 
 
-class AccumulationOffByOne(Rule):
+class AccumulationOffByOne(Rule, level="error", fix="(i + 1) % n == 0"):
     """The window's gate counts from 0: the first update sees one microbatch.
 
     `i % n == 0` is true at i = 0, so the first window has one microbatch (divided by n), and every other is shifted.
@@ -124,9 +122,6 @@ class AccumulationOffByOne(Rule):
                   optimizer.zero_grad()
           optimizer.step()
     """
-
-    level = "error"
-    fix = "(i + 1) % n == 0"
 
     def check(self, file: Checked) -> Hits:
         for window in file.windows:
@@ -163,7 +158,7 @@ def _starts_at(file: Checked, window: Window, counter: str) -> object:
     return None if not fits else 0 if start is None else literal(start)
 
 
-class ClipEveryMicrobatch(Rule):
+class ClipEveryMicrobatch(Rule, level="error", fix="clip once, in the branch that steps"):
     """Gradients are clipped at every microbatch, but applied only at some.
 
     The partial sum is cut down again and again: early microbatches count less than late ones.
@@ -178,9 +173,6 @@ class ClipEveryMicrobatch(Rule):
                   optimizer.zero_grad()
     """
 
-    level = "error"
-    fix = "clip once, in the branch that steps"
-
     def check(self, file: Checked) -> Hits:
         for window in file.windows:
             for event in window.ungated("clip"):
@@ -188,7 +180,7 @@ class ClipEveryMicrobatch(Rule):
                     yield hit(event.node, "clipped at every microbatch, applied only at some")
 
 
-class NoSyncWithoutForward(Rule):
+class NoSyncWithoutForward(Rule, fix="put the forward inside no_sync() too"):
     """Only the backward is inside `no_sync()`.
 
     DDP decides in the forward whether the backward reduces: with the forward outside, every microbatch is reduced.
@@ -200,8 +192,6 @@ class NoSyncWithoutForward(Rule):
         +     loss = loss_fn(model(x), y)
               loss.backward()
     """
-
-    fix = "put the forward inside no_sync() too"
 
     def check(self, file: Checked) -> Hits:
         quiet = {"backward", "scale", "item", "detach", "update", "append", "mean", "sum", "float", "print", "div"}
@@ -216,7 +206,7 @@ class NoSyncWithoutForward(Rule):
                 yield hit(block, "the forward is outside of no_sync(): DDP reduces all the same")
 
 
-class AccumulationWithoutNoSync(Rule):
+class AccumulationWithoutNoSync(Rule, fix="run forward and backward of all but the last microbatch in model.no_sync()"):
     """Every microbatch is reduced over all ranks, though only the last needs it.
 
     bad -, good +:
@@ -231,8 +221,6 @@ class AccumulationWithoutNoSync(Rule):
                   optimizer.step()
                   optimizer.zero_grad()
     """
-
-    fix = "run forward and backward of all but the last microbatch in model.no_sync()"
 
     def check(self, file: Checked) -> Hits:
         if not file.windows or not file.uses("ddp") or file.uses("accelerator", "fsdp"):

@@ -11,7 +11,7 @@ from evener.lint.rule import Checked, Hits, Rule, hit, insert_after, insert_befo
 from evener.lint.source import keyword, last, method
 
 
-class ClipBeforeUnscale(Rule):
+class ClipBeforeUnscale(Rule, level="error", fix="call scaler.unscale_(optimizer) before clipping"):
     """Gradients are clipped while they still carry the loss scale.
 
     The scale is 65,536 at the start, so the norm is huge, everything is clipped, and the unscaled rest is about zero:
@@ -26,9 +26,6 @@ class ClipBeforeUnscale(Rule):
               scaler.step(optimizer)
               scaler.update()
     """
-
-    level = "error"
-    fix = "call scaler.unscale_(optimizer) before clipping"
 
     def check(self, file: Checked) -> Hits:
         for clip, before, after in file.moments("clip"):
@@ -47,7 +44,7 @@ class ClipBeforeUnscale(Rule):
             yield hit(clip.node, "the gradients are clipped while they carry the loss scale", edit)
 
 
-class UnscaleEveryMicrobatch(Rule):
+class UnscaleEveryMicrobatch(Rule, level="error", fix="move unscale_ into the branch that steps"):
     """`unscale_` runs at every microbatch, but the scaler steps only at some.
 
     A second `unscale_` before `scaler.update()` raises a RuntimeError.
@@ -64,9 +61,6 @@ class UnscaleEveryMicrobatch(Rule):
                   optimizer.zero_grad()
     """
 
-    level = "error"
-    fix = "move unscale_ into the branch that steps"
-
     def check(self, file: Checked) -> Hits:
         for window in file.windows:
             steps = [step for step in window.steps if step.kind == "scaler-step"]
@@ -75,7 +69,7 @@ class UnscaleEveryMicrobatch(Rule):
                     yield hit(event.node, "unscale_ runs at every microbatch, scaler.step only at some")
 
 
-class UnscaledBackward(Rule):
+class UnscaledBackward(Rule, level="error", fix="scaler.scale(loss).backward()"):
     """The scaler steps, but the backward was not scaled.
 
     `scaler.step` divides the gradients by a scale that they never had: they shrink by 65,536, without an error.
@@ -90,9 +84,6 @@ class UnscaledBackward(Rule):
               scaler.update()
     """
 
-    level = "error"
-    fix = "scaler.scale(loss).backward()"
-
     def check(self, file: Checked) -> Hits:
         for step, before, _ in file.moments("scaler-step"):
             backs = [one for one in before if one.kind == "backward"]
@@ -104,7 +95,7 @@ class UnscaledBackward(Rule):
                 yield hit(back, f"{step.how}.step divides by a scale that this backward never had", edit)
 
 
-class UnscaledStepWithScaler(Rule):
+class UnscaledStepWithScaler(Rule, level="error", fix="scaler.step(optimizer)"):
     """The loss was scaled, but the optimizer steps without the scaler.
 
     The update is 65,536 times too large; after `unscale_`, updates with inf or NaN are not skipped.
@@ -117,9 +108,6 @@ class UnscaledStepWithScaler(Rule):
         +     scaler.step(optimizer)
               scaler.update()
     """
-
-    level = "error"
-    fix = "scaler.step(optimizer)"
 
     def check(self, file: Checked) -> Hits:
         for step, before, after in file.moments("step"):
@@ -139,7 +127,7 @@ class UnscaledStepWithScaler(Rule):
             yield hit(step.node, "the loss was scaled, and this step does not go through the scaler", edit)
 
 
-class ScalerNotUpdated(Rule):
+class ScalerNotUpdated(Rule, level="error", fix="call scaler.update() after the step"):
     """`scaler.step` is called, `scaler.update` is not.
 
     The scale never adapts, and the second `unscale_` or `step` raises a RuntimeError.
@@ -152,9 +140,6 @@ class ScalerNotUpdated(Rule):
         +     scaler.update()
     """
 
-    level = "error"
-    fix = "call scaler.update() after the step"
-
     def check(self, file: Checked) -> Hits:
         updated = {file.segment(func.value) for _, func in file.methods("update")}
         for step, _, _ in file.moments("scaler-step"):
@@ -163,7 +148,7 @@ class ScalerNotUpdated(Rule):
                 yield hit(step.node, f"{step.how}.update() is never called", edit)
 
 
-class ScalerNotSaved(Rule):
+class ScalerNotSaved(Rule, in_tests=False, fix='save "scaler": scaler.state_dict() too, and load it on resume'):
     """A checkpoint holds the optimizer's state, but not the scaler's.
 
     After a resume the scale starts again at 65,536: the first updates overflow and are skipped.
@@ -174,9 +159,6 @@ class ScalerNotSaved(Rule):
         + state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
         + torch.save(state, "last.pt")
     """
-
-    in_tests = False
-    fix = 'save "scaler": scaler.state_dict() too, and load it on resume'
 
     def check(self, file: Checked) -> Hits:
         if not file.uses("scaler") and not re.search(r"\bamp\.(initialize|scale_loss)\b", file.text):

@@ -12,7 +12,7 @@ from evener.lint.source import keyword, literal
 CHECKPOINT = ("torch.utils.checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint_sequential")
 
 
-class CheckpointUseReentrant(Rule):
+class CheckpointUseReentrant(Rule, fix="use_reentrant=False"):
     """Activation checkpointing without `use_reentrant`.
 
     The default is the reentrant form: where the input needs no gradient, the block's parameters get none, silently.
@@ -22,8 +22,6 @@ class CheckpointUseReentrant(Rule):
         + out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
     """
 
-    fix = "use_reentrant=False"
-
     def check(self, file: Checked) -> Hits:
         why = "the reentrant default drops gradients where the input needs none"
         for call in file.calls_of(*CHECKPOINT):
@@ -31,7 +29,9 @@ class CheckpointUseReentrant(Rule):
                 yield hit(call, why, add_argument(file, call, "use_reentrant=False"))
 
 
-class CheckpointCalledEarly(Rule):
+class CheckpointCalledEarly(
+    Rule, level="error", fix="wrap with checkpoint_wrapper(module), or call checkpoint in forward"
+):
     """checkpoint() runs the module at once; it does not wrap it.
 
     Without inputs the call raises a TypeError.
@@ -41,9 +41,6 @@ class CheckpointCalledEarly(Rule):
         + from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
         + block.attention = checkpoint_wrapper(block.attention)
     """
-
-    level = "error"
-    fix = "wrap with checkpoint_wrapper(module), or call checkpoint in forward"
 
     def check(self, file: Checked) -> Hits:
         known = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug"}
@@ -59,7 +56,12 @@ def loads(file: Checked) -> list[ast.Call]:
     return [call for call in file.calls_of("torch.load") if not any(one.arg is None for one in call.keywords)]
 
 
-class LoadNeedsWeightsOnly(Rule):
+class LoadNeedsWeightsOnly(
+    Rule,
+    level="error",
+    in_tests=False,
+    fix="save vars(args) or plain values; weights_only=False only for files that you trust",
+):
     """A checkpoint that holds more than tensors is loaded with the default.
 
     `torch.load` reads weights only since 2.6: a Namespace, a configuration object or a numpy scalar raises.
@@ -71,10 +73,6 @@ class LoadNeedsWeightsOnly(Rule):
           state = torch.load("last.pt", map_location="cpu")
           model.load_state_dict(state["model"])
     """
-
-    level = "error"
-    in_tests = False
-    fix = "save vars(args) or plain values; weights_only=False only for files that you trust"
 
     def check(self, file: Checked) -> Hits:
         own = file.project.files[file.path].saved  # a file that saves loads what it saves
@@ -101,7 +99,7 @@ class LoadNeedsWeightsOnly(Rule):
         return bool(re.search(rf"\b{text}(\[|\.get\(|\.pop\(){part}|{part} (not )?in {text}\b", file.text))
 
 
-class LoadNoMapLocation(Rule):
+class LoadNoMapLocation(Rule, in_tests=False, fix='map_location="cpu", or this rank\'s device'):
     """A DDP program loads a checkpoint without map_location.
 
     Tensors go back to the GPU that saved them: every rank loads onto GPU 0, which runs out of memory.
@@ -112,9 +110,6 @@ class LoadNoMapLocation(Rule):
         + state = torch.load("last.pt", map_location="cpu")
     """
 
-    in_tests = False
-    fix = 'map_location="cpu", or this rank\'s device'
-
     def check(self, file: Checked) -> Hits:
         for call in loads(file) if file.making("ddp") else ():
             if keyword(call, "map_location", 1) is None and not file.guard(call):
@@ -122,7 +117,7 @@ class LoadNoMapLocation(Rule):
                 yield hit(call, "every rank loads onto the GPU that saved: GPU 0", edit)
 
 
-class HalfResumeCheckpoint(Rule):
+class HalfResumeCheckpoint(Rule, fix="save fp32 weights in the file that is resumed from; round in an export"):
     """Weights are rounded to half precision beside an optimizer's state.
 
     A run that resumes from the file starts from rounded weights.
@@ -131,8 +126,6 @@ class HalfResumeCheckpoint(Rule):
         - torch.save({"model": copy.deepcopy(model).half(), "optimizer": optimizer.state_dict()}, "last.pt")
         + torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
     """
-
-    fix = "save fp32 weights in the file that is resumed from; round in an export"
 
     def check(self, file: Checked) -> Hits:
         for call in file.calls_of("torch.save"):
@@ -144,7 +137,7 @@ class HalfResumeCheckpoint(Rule):
                     yield hit(value, f"{key!r} is rounded to half precision in a file that is resumed from")
 
 
-class SaveWholeModule(Rule):
+class SaveWholeModule(Rule, fix="save model.state_dict()"):
     """The module object itself is saved.
 
     The file needs pickle and today's classes to load; `torch.load` refuses it by default.
@@ -155,8 +148,6 @@ class SaveWholeModule(Rule):
         - torch.save(model, "model.pt")
         + torch.save(model.state_dict(), "model.pt")
     """
-
-    fix = "save model.state_dict()"
 
     def check(self, file: Checked) -> Hits:
         for call in file.calls_of("torch.save"):

@@ -46,7 +46,7 @@ def name_of(file: Checked, node: ast.AST) -> str:
     return ""
 
 
-class SamplerNoSetEpoch(Rule):
+class SamplerNoSetEpoch(Rule, in_tests=False, fix="call sampler.set_epoch(epoch) at the start of every epoch"):
     """A shuffling DistributedSampler whose `set_epoch` is never called.
 
     Every epoch then has the same order.
@@ -59,9 +59,6 @@ class SamplerNoSetEpoch(Rule):
               for x, y in loader:
                   train_step(x, y)
     """
-
-    in_tests = False
-    fix = "call sampler.set_epoch(epoch) at the start of every epoch"
 
     def check(self, file: Checked) -> Hits:
         if file.calls("set_epoch") or file.uses("accelerator"):
@@ -86,7 +83,7 @@ class SamplerNoSetEpoch(Rule):
             yield hit(call, "set_epoch is called nowhere: every epoch has the same order", edit)
 
 
-class SamplerRankSeed(Rule):
+class SamplerRankSeed(Rule, level="error", fix="give every rank the same seed"):
     """The sampler's seed contains the rank.
 
     Ranks draw their shares from different permutations: some rows are seen twice, others never.
@@ -96,9 +93,6 @@ class SamplerRankSeed(Rule):
         + sampler = torch.utils.data.DistributedSampler(dataset, shuffle=True, seed=seed)
           sampler.set_epoch(0)
     """
-
-    level = "error"
-    fix = "give every rank the same seed"
 
     def check(self, file: Checked) -> Hits:
         for call in samplers(file):
@@ -111,7 +105,7 @@ class SamplerRankSeed(Rule):
             yield hit(call, "the seed differs by rank: shares overlap, and rows are missed", edit)
 
 
-class DdpLoaderNoSampler(Rule):
+class DdpLoaderNoSampler(Rule, in_tests=False, fix="sampler=DistributedSampler(dataset) instead of shuffle=True"):
     """A DDP program shuffles its training loader without a DistributedSampler.
 
     Every rank goes through all rows; an epoch costs as much as on one GPU and sees every row `world_size` times.
@@ -123,9 +117,6 @@ class DdpLoaderNoSampler(Rule):
         - train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, shuffle=True)
         + train_loader = torch.utils.data.DataLoader(train_set, batch_size=32, sampler=sampler)
     """
-
-    in_tests = False
-    fix = "sampler=DistributedSampler(dataset) instead of shuffle=True"
 
     def check(self, file: Checked) -> Hits:
         if not file.making("ddp") or file.uses("sampler", "accelerator", "fsdp"):
@@ -144,7 +135,7 @@ class DdpLoaderNoSampler(Rule):
                 yield hit(call, "every rank goes through all rows: the loader has no DistributedSampler")
 
 
-class EvalSamplerShuffles(Rule):
+class EvalSamplerShuffles(Rule, in_tests=False, fix="shuffle=False"):
     """The sampler of a validation or test set shuffles.
 
     DistributedSampler shuffles by default and repeats rows to fill the last batch: which rows count twice then differs
@@ -154,9 +145,6 @@ class EvalSamplerShuffles(Rule):
         - val_sampler = torch.utils.data.distributed.DistributedSampler(val_set)
         + val_sampler = torch.utils.data.distributed.DistributedSampler(val_set, shuffle=False)
     """
-
-    in_tests = False
-    fix = "shuffle=False"
 
     def check(self, file: Checked) -> Hits:
         for call in samplers(file):
@@ -171,7 +159,7 @@ class EvalSamplerShuffles(Rule):
             yield hit(call, "the validation sampler shuffles (the default) and repeats rows", edit)
 
 
-class EvalMetricNotReduced(Rule):
+class EvalMetricNotReduced(Rule, level="hint", fix="all_reduce the counts before dividing"):
     """A metric is counted over this rank's share and printed as if it were the whole.
 
     bad -, good +:
@@ -188,9 +176,6 @@ class EvalMetricNotReduced(Rule):
         +     torch.distributed.all_reduce(counts)
         +     return (counts[0] / counts[1]).item()
     """
-
-    level = "hint"
-    fix = "all_reduce the counts before dividing"
 
     def check(self, file: Checked) -> Hits:
         if not file.uses("ddp") or not file.uses("sampler") or file.uses("collective", "accelerator"):

@@ -10,7 +10,7 @@ from evener.lint.rule import Checked, Hits, Rule, hit, replace
 from evener.lint.source import keyword, last, literal, method
 
 
-class DdpForwardOnOneRank(Rule):
+class DdpForwardOnOneRank(Rule, level="error", fix="call model.module under no_grad, or let all ranks take part"):
     """A DDP model is called on one rank only.
 
     DDP's forward broadcasts buffers (BatchNorm): the rank waits for the others until the process group times out.
@@ -22,9 +22,6 @@ class DdpForwardOnOneRank(Rule):
         -         score = metric(model(x), y)
         +         score = metric(model.module(x), y)
     """
-
-    level = "error"
-    fix = "call model.module under no_grad, or let all ranks take part"
 
     def check(self, file: Checked) -> Hits:
         why = "the DDP model is called on one rank: it waits for the others in its buffers"
@@ -44,7 +41,7 @@ class DdpForwardOnOneRank(Rule):
                 yield hit(call, why, edit, unsafe=True)
 
 
-class RequiresGradAfterDdp(Rule):
+class RequiresGradAfterDdp(Rule, level="error", fix="unfreeze before wrapping, or wrap again after it"):
     """A parameter is unfrozen after the model was wrapped.
 
     DDP looks at `requires_grad` once, when it wraps: later unfrozen parameters are never averaged, and replicas drift.
@@ -56,9 +53,6 @@ class RequiresGradAfterDdp(Rule):
         - for p in model.parameters():
         -     p.requires_grad = True
     """
-
-    level = "error"
-    fix = "unfreeze before wrapping, or wrap again after it"
 
     def check(self, file: Checked) -> Hits:
         wraps = file.making("ddp")
@@ -88,7 +82,7 @@ def _of_model(file: Checked, where: ast.AST, target: ast.expr, wrap: ast.Call) -
     return any(re.match(rf"{re.escape(model)}(\.|$)", text) for model in models for text in texts)
 
 
-class DdpModuleBypass(Rule):
+class DdpModuleBypass(Rule, level="error", fix="call the DDP model itself"):
     """A DDP model is trained through `.module`.
 
     That goes around the wrapper: gradients are not averaged, replicas drift apart.
@@ -99,9 +93,6 @@ class DdpModuleBypass(Rule):
         + loss = loss_fn(model(x), y)
           loss.backward()
     """
-
-    level = "error"
-    fix = "call the DDP model itself"
 
     def check(self, file: Checked) -> Hits:
         for call, func in file.methods("module"):
@@ -117,7 +108,7 @@ class DdpModuleBypass(Rule):
                 yield hit(call, ".module goes around DDP: these gradients are not averaged", edit)
 
 
-class WrappedStateDict(Rule):
+class WrappedStateDict(Rule, in_tests=False, fix="save model.module.state_dict()"):
     """The state dict of a wrapped model is saved.
 
     All keys then begin with "module.", and an unwrapped model cannot load them.
@@ -127,9 +118,6 @@ class WrappedStateDict(Rule):
         - torch.save(model.state_dict(), "model.pt")
         + torch.save(model.module.state_dict(), "model.pt")
     """
-
-    in_tests = False
-    fix = "save model.module.state_dict()"
 
     def check(self, file: Checked) -> Hits:
         if re.search(r"""["']module\.["']|replace\(["']module|consume_prefix""", file.text):
@@ -150,7 +138,7 @@ class WrappedStateDict(Rule):
                 yield hit(inner, 'the saved keys begin with "module."', edit)
 
 
-class DpModelOffFirst(Rule):
+class DpModelOffFirst(Rule, level="error", fix="put the model on device_ids[0]"):
     """The model is on another GPU than the first of `device_ids`.
 
     DataParallel wants parameters on `device_ids[0]`: the forward raises.
@@ -159,9 +147,6 @@ class DpModelOffFirst(Rule):
         - model = torch.nn.DataParallel(net.cuda(1), device_ids=[0, 1])
         + model = torch.nn.DataParallel(net.cuda(0), device_ids=[0, 1])
     """
-
-    level = "error"
-    fix = "put the model on device_ids[0]"
 
     def check(self, file: Checked) -> Hits:
         for call in file.making("dp"):
@@ -180,7 +165,9 @@ class DpModelOffFirst(Rule):
                     yield hit(call, f"the model is on GPU {index[1]}, device_ids begins with {first}", edit)
 
 
-class Dataparallel(Rule):
+class Dataparallel(
+    Rule, level="hint", fix="DistributedDataParallel, one process per GPU (or evener.Run), is faster on one machine too"
+):
     """nn.DataParallel copies the model to every GPU at every forward, from one process.
 
     bad -, good +:
@@ -188,16 +175,13 @@ class Dataparallel(Rule):
         + model = torch.nn.parallel.DistributedDataParallel(net)
     """
 
-    level = "hint"
-    fix = "DistributedDataParallel, one process per GPU (or evener.Run), is faster on one machine too"
-
     def check(self, file: Checked) -> Hits:
         for call in file.making("dp"):
             if last(file.name(call.func)) == "DataParallel":
                 yield hit(call, "DataParallel copies the model at every forward, from one process")
 
 
-class FindUnusedParameters(Rule):
+class FindUnusedParameters(Rule, level="hint", fix="leave it out, unless DDP raises about unused parameters"):
     """`find_unused_parameters=True` walks the graph at every step.
 
     Needed only where some parameters get no gradient in some steps.
@@ -206,9 +190,6 @@ class FindUnusedParameters(Rule):
         - model = torch.nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
         + model = torch.nn.parallel.DistributedDataParallel(net)
     """
-
-    level = "hint"
-    fix = "leave it out, unless DDP raises about unused parameters"
 
     def check(self, file: Checked) -> Hits:
         for call in file.making("ddp"):

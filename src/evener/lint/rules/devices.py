@@ -14,7 +14,9 @@ QUERIES = {
 }  # fmt: skip
 
 
-class CvdAfterCudaQuery(Rule):
+class CvdAfterCudaQuery(
+    Rule, level="error", fix="set it before the first call into torch.cuda, best before the program starts"
+):
     """CUDA_VISIBLE_DEVICES is set after CUDA was asked.
 
     CUDA reads it once, at the first question: setting it later changes nothing.
@@ -24,9 +26,6 @@ class CvdAfterCudaQuery(Rule):
           count = torch.cuda.device_count()
         - os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
     """
-
-    level = "error"
-    fix = "set it before the first call into torch.cuda, best before the program starts"
 
     def check(self, file: Checked) -> Hits:
         asked = [
@@ -47,7 +46,7 @@ class CvdAfterCudaQuery(Rule):
                     break
 
 
-class PhysicalIdsAfterCvd(Rule):
+class PhysicalIdsAfterCvd(Rule, fix="count from 0 among the visible GPUs"):
     """Physical GPU numbers are used although CUDA_VISIBLE_DEVICES renumbers.
 
     With "2,3" visible, they are cuda:0 and cuda:1; number 2 does not exist.
@@ -57,8 +56,6 @@ class PhysicalIdsAfterCvd(Rule):
         - model = torch.nn.DataParallel(net, device_ids=[2, 3])
         + model = torch.nn.DataParallel(net, device_ids=[0, 1])
     """
-
-    fix = "count from 0 among the visible GPUs"
 
     def check(self, file: Checked) -> Hits:
         for stmt, value, _ in file.environment("CUDA_VISIBLE_DEVICES"):
@@ -81,7 +78,7 @@ class PhysicalIdsAfterCvd(Rule):
                     yield hit(call, f"CUDA_VISIBLE_DEVICES (line {stmt.lineno}) renumbers the GPUs from 0")
 
 
-class DeviceComparedToStr(Rule):
+class DeviceComparedToStr(Rule, level="error", fix="compare device.type"):
     """A torch.device is compared with a string.
 
     They are never equal: the branch is dead.
@@ -92,9 +89,6 @@ class DeviceComparedToStr(Rule):
         + if device.type == "cuda":
               torch.backends.cudnn.benchmark = True
     """
-
-    level = "error"
-    fix = "compare device.type"
 
     def check(self, file: Checked) -> Hits:
         for test in file.of(ast.Compare):
@@ -128,7 +122,7 @@ class DeviceComparedToStr(Rule):
         return isinstance(node, ast.Call) and file.name(node.func) == "torch.device"
 
 
-class ContextManagerNotEntered(Rule):
+class ContextManagerNotEntered(Rule, level="error", fix="with ...:"):
     """A context manager is made and dropped.
 
     Without `with` it does nothing.
@@ -141,8 +135,6 @@ class ContextManagerNotEntered(Rule):
         +     out = model(x)
     """
 
-    level = "error"
-    fix = "with ...:"
     managers = (
         "torch.no_grad", "torch.enable_grad", "torch.inference_mode", "torch.autocast", "torch.amp.autocast",
         "torch.cuda.amp.autocast", "torch.cpu.amp.autocast", "torch.cuda.device", "torch.cuda.stream",
@@ -160,7 +152,7 @@ class ContextManagerNotEntered(Rule):
                 yield hit(call, f"{file.segment(call.func)}() does nothing without `with`")
 
 
-class NvidiaSmiText(Rule):
+class NvidiaSmiText(Rule, fix="NVML (nvidia-ml-py), torch.cuda.mem_get_info(), or `evener gpus --json`"):
     """The output of nvidia-smi is parsed as text.
 
     Its layout changes; its order is not CUDA's; memory alone does not say that a GPU is idle; two users race.
@@ -170,7 +162,6 @@ class NvidiaSmiText(Rule):
         + free, total = torch.cuda.mem_get_info()
     """
 
-    fix = "NVML (nvidia-ml-py), torch.cuda.mem_get_info(), or `evener gpus --json`"
     sure = ("check_output", "Popen")
     run = ("popen", "run", "getoutput", "system", "call", "getstatusoutput")
     modules = ("os.", "subprocess.", "commands.", "sp.")
@@ -185,7 +176,7 @@ class NvidiaSmiText(Rule):
                 yield hit(up, "nvidia-smi's output is read as text")
 
 
-class OomByMessage(Rule):
+class OomByMessage(Rule, fix="except torch.OutOfMemoryError (a RuntimeError)"):
     """Out of memory is recognised by the text of its message.
 
     The text changes; the class does not.
@@ -206,8 +197,6 @@ class OomByMessage(Rule):
                 raise
             torch.cuda.empty_cache()
     """
-
-    fix = "except torch.OutOfMemoryError (a RuntimeError)"
 
     def check(self, file: Checked) -> Hits:
         for test in file.of(ast.Compare):

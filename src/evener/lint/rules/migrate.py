@@ -42,7 +42,9 @@ def part_of(node: ast.expr, dotted: str, old: str) -> ast.expr | None:
     return node
 
 
-class ApexRemoved(Rule):
+class ApexRemoved(
+    Rule, level="error", fix="torch.autocast and torch.amp.GradScaler; torch.nn.parallel.DistributedDataParallel"
+):
     """apex.amp and apex.parallel were deleted from Apex.
 
     O1 and O2 are autocast with a GradScaler today; O0 is fp32; apex.parallel is DistributedDataParallel of PyTorch.
@@ -65,8 +67,6 @@ class ApexRemoved(Rule):
         +     scaler.update()
     """
 
-    level = "error"
-    fix = "torch.autocast and torch.amp.GradScaler; torch.nn.parallel.DistributedDataParallel"
     gone = ("apex.amp", "apex.parallel", "apex.fp16_utils")
 
     def check(self, file: Checked) -> Hits:
@@ -84,7 +84,7 @@ class ApexRemoved(Rule):
             yield hit(where, f"{what} no longer exists", *edits)
 
 
-class CudaAmpDeprecated(Rule):
+class CudaAmpDeprecated(Rule, fix='torch.amp.autocast("cuda", ...), torch.amp.GradScaler("cuda", ...)'):
     """torch.cuda.amp warns; torch.amp takes the device type.
 
     bad -, good +:
@@ -96,8 +96,6 @@ class CudaAmpDeprecated(Rule):
         + with autocast("cuda", enabled=False, dtype=torch.float16):
               loss = loss_fn(model(x), y)
     """
-
-    fix = 'torch.amp.autocast("cuda", ...), torch.amp.GradScaler("cuda", ...)'
 
     def check(self, file: Checked) -> Hits:
         order = {row["name"]: row.get("order") for row in table()["amp"]}
@@ -168,16 +166,13 @@ class CudaAmpDeprecated(Rule):
         return [Edit(begin, begin + len(match[1].encode()), "torch.amp" if match[2] else "torch")]
 
 
-class RemovedImport(Rule):
+class RemovedImport(Rule, level="error", fix="import the replacement"):
     """An import that no longer exists.
 
     bad -, good +:
         - from torch._six import inf
         + from torch import inf
     """
-
-    level = "error"
-    fix = "import the replacement"
 
     def check(self, file: Checked) -> Hits:
         rows = {row["old"]: row for row in table()["import"]}
@@ -193,7 +188,7 @@ class RemovedImport(Rule):
             yield hit(stmt, f"{old} no longer exists", edit, fix=f"use {new}" if new else rows[old]["note"])
 
 
-class RemovedApi(Rule):
+class RemovedApi(Rule, level="error", fix="use what replaced it"):
     """A name, argument or habit that raises today.
 
     `total_mem`, `.next()` of an iterator, `verbose=` of schedulers, `loss.data[0]`, `correct[:k].view(-1)` of a
@@ -203,9 +198,6 @@ class RemovedApi(Rule):
         - total = torch.cuda.get_device_properties(0).total_mem
         + total = torch.cuda.get_device_properties(0).total_memory
     """
-
-    level = "error"
-    fix = "use what replaced it"
 
     def check(self, file: Checked) -> Hits:
         rows = {row["old"]: row for row in table()["gone"]}
@@ -256,15 +248,13 @@ class RemovedApi(Rule):
         return equal is not None and any(turned.search(file.segment(value)) for _, value in file.values(equal.value))
 
 
-class DeprecatedName(Rule):
+class DeprecatedName(Rule, fix="use the new name"):
     """A name that works today and warns.
 
     bad -, good +:
         - torch.nn.utils.clip_grad_norm(model.parameters(), 1.0)
         + torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     """
-
-    fix = "use the new name"
 
     def check(self, file: Checked) -> Hits:
         rows = {row["old"]: row for row in table()["deprecated"]}
@@ -291,7 +281,7 @@ class DeprecatedName(Rule):
         return (*names, *imports) if len(imports) == 1 else ()
 
 
-class SchedulerEpochArg(Rule):
+class SchedulerEpochArg(Rule, fix="scheduler.step() after the epoch's updates"):
     """`scheduler.step(epoch)`: the argument is deprecated.
 
     It jumps to the closed form of the schedule, and some schedules have none.
@@ -304,8 +294,6 @@ class SchedulerEpochArg(Rule):
         +     scheduler.step()
     """
 
-    fix = "scheduler.step() after the epoch's updates"
-
     def check(self, file: Checked) -> Hits:
         for call, func in file.methods("step"):
             given = call.args[0] if call.args else keyword(call, "epoch")
@@ -314,7 +302,7 @@ class SchedulerEpochArg(Rule):
                 yield hit(call, "a scheduler's step takes no epoch any more", edit, unsafe=True)
 
 
-class LocalRankFlag(Rule):
+class LocalRankFlag(Rule, level="error", fix='read LOCAL_RANK: default=int(os.environ.get("LOCAL_RANK", 0))'):
     """The local rank comes from `--local_rank`.
 
     torchrun passes no flag: every rank keeps the default. `torch.distributed.launch` passes `--local-rank`, dashed.
@@ -332,9 +320,6 @@ class LocalRankFlag(Rule):
         args = parser.parse_args()
         torch.cuda.set_device(args.local_rank)
     """
-
-    level = "error"
-    fix = 'read LOCAL_RANK: default=int(os.environ.get("LOCAL_RANK", 0))'
 
     def check(self, file: Checked) -> Hits:
         read = r"""(environ(\.get\(|\[)|getenv\()\s*["']LOCAL_RANK["'](?!\]\s*=[^=]|\s*,\s*(str\()?\w+\.local_rank)"""
@@ -362,7 +347,7 @@ TOLD |= {"RuntimeError", "ValueError"}
 LAUNCH = re.compile(r"(?P<python>\bpython3?\s+(?:-u\s+)?-m\s+)torch\.distributed\.launch(?P<rest>[^\n\"']*)")
 
 
-class TorchDistributedLaunch(Rule):
+class TorchDistributedLaunch(Rule, fix="torchrun (or `evener run`)"):
     """`python -m torch.distributed.launch` is deprecated.
 
     bad -, good +:
@@ -372,7 +357,6 @@ class TorchDistributedLaunch(Rule):
         + subprocess.run("torchrun --nproc_per_node=2 train.py", shell=True)
     """
 
-    fix = "torchrun (or `evener run`)"
     why = "torch.distributed.launch is deprecated"
 
     def check(self, file: Checked) -> Hits:

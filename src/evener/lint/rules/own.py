@@ -28,7 +28,7 @@ def loss_functions(file: Checked) -> dict[str, ast.Call]:
     return {loss.id: call for loss, call in given if isinstance(loss, ast.Name)}
 
 
-class TokenMeanAsRowMean(Rule):
+class TokenMeanAsRowMean(Rule, level="error", fix="return evener.Mean(total=loss_sum, count=number_of_tokens)"):
     """A loss that is a mean over tokens is returned as a plain scalar.
 
     A scalar is weighted by rows. Rows have unequal numbers of tokens, so the update depends on how the batch is cut.
@@ -42,9 +42,6 @@ class TokenMeanAsRowMean(Rule):
         +     return evener.Mean(total=nll, count=(batch["labels"] != -100).sum())
           run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
     """
-
-    level = "error"
-    fix = "return evener.Mean(total=loss_sum, count=number_of_tokens)"
 
     def check(self, file: Checked) -> Hits:
         why = "a mean over tokens is weighted by rows: the update depends on the cut"
@@ -62,7 +59,7 @@ class TokenMeanAsRowMean(Rule):
                     yield hit(div, why)
 
 
-class RunCollectiveOnOneRank(Rule):
+class RunCollectiveOnOneRank(Rule, level="error", fix="call it on every rank; run.print prints on rank 0 only"):
     """A method of Run that all ranks must call stands behind a rank test.
 
     Rank 0 waits for the others until the time-out.
@@ -76,9 +73,6 @@ class RunCollectiveOnOneRank(Rule):
         + run.print(scores)
     """
 
-    level = "error"
-    fix = "call it on every rank; run.print prints on rank 0 only"
-
     def check(self, file: Checked) -> Hits:
         made = runs(file)
         for call, func in file.methods(*COLLECTIVE) if made else ():
@@ -86,7 +80,7 @@ class RunCollectiveOnOneRank(Rule):
                 yield hit(call, f"run.{func.attr} communicates: every rank must call it")
 
 
-class StateOutsideRun(Rule):
+class StateOutsideRun(Rule, fix='run.state["best"] instead of a variable: it is saved and restored'):
     """What the loop remembers is not in `run.state`.
 
     It is not in the checkpoint: after a restart the best score starts again at zero.
@@ -105,8 +99,6 @@ class StateOutsideRun(Rule):
         +         run.state["best"] = score
                   run.save(name="best")
     """
-
-    fix = 'run.state["best"] instead of a variable: it is saved and restored'
 
     def check(self, file: Checked) -> Hits:
         made = runs(file)
@@ -135,7 +127,7 @@ class StateOutsideRun(Rule):
                 yield name, inside[0]
 
 
-class RunOfWrappedModel(Rule):
+class RunOfWrappedModel(Rule, level="error", fix="give the plain model"):
     """Run is given a wrapped model.
 
     evener cuts the batch and reduces by itself; a wrapper would reduce a second time. Run refuses it.
@@ -146,9 +138,6 @@ class RunOfWrappedModel(Rule):
         + run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
     """
 
-    level = "error"
-    fix = "give the plain model"
-
     def check(self, file: Checked) -> Hits:
         for call in runs(file).values():
             model = keyword(call, "model", 0)
@@ -156,7 +145,7 @@ class RunOfWrappedModel(Rule):
                 yield hit(call, "Run takes the plain model, not a wrapped one")
 
 
-class BackwardInLoss(Rule):
+class BackwardInLoss(Rule, level="error", fix="return the loss, and nothing else"):
     """The loss function of a Run calls backward or steps.
 
     Run does both, after it knows the denominator of the update.
@@ -170,9 +159,6 @@ class BackwardInLoss(Rule):
         -     return loss
           run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=64)
     """
-
-    level = "error"
-    fix = "return the loss, and nothing else"
 
     def check(self, file: Checked) -> Hits:
         losses = loss_functions(file)

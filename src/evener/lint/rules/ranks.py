@@ -11,7 +11,7 @@ from evener.lint.rule import Checked, Hits, Rule, hit, replace
 from evener.lint.source import keyword, last, literal
 
 
-class RankGuardedStep(Rule):
+class RankGuardedStep(Rule, level="error", fix="let every rank step"):
     """The optimizer, scaler or scheduler steps on one rank only.
 
     The other replicas keep the old weights; with a sharded optimizer the step hangs.
@@ -23,9 +23,6 @@ class RankGuardedStep(Rule):
         -     optimizer.step()
         + optimizer.step()
     """
-
-    level = "error"
-    fix = "let every rank step"
 
     def check(self, file: Checked) -> Hits:
         if not file.uses("ddp", "fsdp", "init", "collective"):
@@ -40,7 +37,7 @@ class RankGuardedStep(Rule):
                     yield hit(step.node, f"{step.how or step.on}.step runs on one rank: replicas drift apart")
 
 
-class RankGuardedCollective(Rule):
+class RankGuardedCollective(Rule, level="error", fix="call it on every rank, outside of the rank test"):
     """A collective runs on some ranks only.
 
     Those ranks wait for the others until the process group times out.
@@ -51,9 +48,6 @@ class RankGuardedCollective(Rule):
         -     torch.distributed.all_reduce(loss)
               print(loss)
     """
-
-    level = "error"
-    fix = "call it on every rank, outside of the rank test"
 
     def check(self, file: Checked) -> Hits:
         named = ((call, self._communicates(file, call)) for call in file.of(ast.Call))
@@ -83,7 +77,7 @@ class RankGuardedCollective(Rule):
         return f".{last(dotted)}" if target and target[1] in file.project.files[target[0]].collectives else ""
 
 
-class UncalledRankPredicate(Rule):
+class UncalledRankPredicate(Rule, level="error", fix="call it: add ()"):
     """A function is tested instead of its result.
 
     `if is_main_process:` is always true: every rank logs and saves.
@@ -95,9 +89,6 @@ class UncalledRankPredicate(Rule):
         + if is_main_process():
               print("epoch")
     """
-
-    level = "error"
-    fix = "call it: add ()"
 
     def check(self, file: Checked) -> Hits:
         tests = [one.test for one in file.of(ast.If)] + [loop.test for loop in file.of(ast.While)]
@@ -124,7 +115,7 @@ class UncalledRankPredicate(Rule):
                 yield hit(part, f"{last(dotted)} is a function: the test is always true", edit)
 
 
-class GlobalRankAsDevice(Rule):
+class GlobalRankAsDevice(Rule, level="error", in_tests=False, fix="use the local rank (LOCAL_RANK)"):
     """The global rank is used as a GPU's number.
 
     Right on one machine; on the second one rank 8 looks for GPU 8.
@@ -135,10 +126,6 @@ class GlobalRankAsDevice(Rule):
         - torch.cuda.set_device(rank)
         + torch.cuda.set_device(local_rank)
     """
-
-    level = "error"
-    in_tests = False
-    fix = "use the local rank (LOCAL_RANK)"
 
     def check(self, file: Checked) -> Hits:
         for call in file.of(ast.Call):
@@ -166,7 +153,9 @@ class GlobalRankAsDevice(Rule):
         return bool(values) and all(self._global(file, value) for value in values if value is not node)
 
 
-class LiteralRank(Rule):
+class LiteralRank(
+    Rule, level="error", in_tests=False, fix="leave them out under torchrun, or read RANK and WORLD_SIZE"
+):
     """`init_process_group` gets its rank or world size as a number.
 
     Every process then claims the same rank: they hang, or fail.
@@ -176,10 +165,6 @@ class LiteralRank(Rule):
         + torch.distributed.init_process_group("nccl")
     """
 
-    level = "error"
-    in_tests = False
-    fix = "leave them out under torchrun, or read RANK and WORLD_SIZE"
-
     def check(self, file: Checked) -> Hits:
         for call in file.calls_of("torch.distributed.init_process_group"):
             rank, world = literal(keyword(call, "rank", 4)), literal(keyword(call, "world_size", 3))
@@ -188,7 +173,9 @@ class LiteralRank(Rule):
                 yield hit(call, f"every process claims rank {rank}")
 
 
-class DeviceCountAsWorldSize(Rule):
+class DeviceCountAsWorldSize(
+    Rule, in_tests=False, fix="torch.distributed.get_world_size(), or WORLD_SIZE from the environment"
+):
     """This machine's GPU count is taken for the world size.
 
     On two machines the world has twice as many ranks: means and batch shares are wrong.
@@ -200,9 +187,6 @@ class DeviceCountAsWorldSize(Rule):
         + world_size = torch.distributed.get_world_size()
           batch_size = global_batch_size // world_size
     """
-
-    in_tests = False
-    fix = "torch.distributed.get_world_size(), or WORLD_SIZE from the environment"
 
     def check(self, file: Checked) -> Hits:
         shared = "the batch is divided by this machine's GPUs, not by the world size"
@@ -239,7 +223,9 @@ class DeviceCountAsWorldSize(Rule):
         )
 
 
-class MasterEnvOverwritten(Rule):
+class MasterEnvOverwritten(
+    Rule, in_tests=False, fix="os.environ.setdefault(...), or start with torchrun and set nothing"
+):
     """MASTER_ADDR or MASTER_PORT is set whatever the launcher said.
 
     It breaks torchrun, a second job on the machine, and every second machine.
@@ -250,9 +236,6 @@ class MasterEnvOverwritten(Rule):
         - os.environ["MASTER_PORT"] = "12355"
         + os.environ.setdefault("MASTER_PORT", "12355")
     """
-
-    in_tests = False
-    fix = "os.environ.setdefault(...), or start with torchrun and set nothing"
 
     def check(self, file: Checked) -> Hits:
         alone = r"world_size\s*(==|<=)\s*1\b|debug|single"
@@ -268,7 +251,7 @@ class MasterEnvOverwritten(Rule):
             yield hit(assign, f"{name} is overwritten, whatever the launcher said", replace(file, assign, text))
 
 
-class MasterPortInvalid(Rule):
+class MasterPortInvalid(Rule, level="error", fix="a port between 1024 and 65535"):
     """The port is above 65535.
 
     `init_process_group` raises a ValueError.
@@ -277,9 +260,6 @@ class MasterPortInvalid(Rule):
         - os.environ.setdefault("MASTER_PORT", "80000")
         + os.environ.setdefault("MASTER_PORT", "29500")
     """
-
-    level = "error"
-    fix = "a port between 1024 and 65535"
 
     def check(self, file: Checked) -> Hits:
         for node in file.of(ast.Constant):
@@ -295,7 +275,7 @@ class MasterPortInvalid(Rule):
                 yield hit(node, f"{port} is no port")
 
 
-class SaveUnguarded(Rule):
+class SaveUnguarded(Rule, in_tests=False, fix="save on rank 0 only"):
     """Every rank writes the same file.
 
     They overwrite each other while writing: the file can be torn.
@@ -307,9 +287,6 @@ class SaveUnguarded(Rule):
         - torch.save(model.module.state_dict(), "model.pt")
         +     torch.save(model.module.state_dict(), "model.pt")
     """
-
-    in_tests = False
-    fix = "save on rank 0 only"
 
     def check(self, file: Checked) -> Hits:
         if not file.uses("ddp") or file.uses("fsdp", "accelerator"):

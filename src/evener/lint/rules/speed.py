@@ -31,7 +31,7 @@ def gated(file: Checked, ctx: Context) -> bool:
     )
 
 
-class SchedulerBeforeOptimizer(Rule):
+class SchedulerBeforeOptimizer(Rule, fix="optimizer.step() first, then scheduler.step()"):
     """The scheduler steps before the optimizer.
 
     The first learning rate is skipped; torch warns once.
@@ -44,8 +44,6 @@ class SchedulerBeforeOptimizer(Rule):
               scheduler.step()
         -     optimizer.step()
     """
-
-    fix = "optimizer.step() first, then scheduler.step()"
 
     def check(self, file: Checked) -> Hits:
         why = "the scheduler steps first: the first learning rate is skipped"
@@ -81,7 +79,7 @@ class SchedulerBeforeOptimizer(Rule):
         return Edit(start, end, ""), Edit(behind, behind, moved)
 
 
-class LossGraphAccumulate(Rule):
+class LossGraphAccumulate(Rule, fix="total += loss.detach()"):
     """Losses are summed over steps with their graphs.
 
     Every batch's activations stay in memory until the sum is dropped.
@@ -95,8 +93,6 @@ class LossGraphAccumulate(Rule):
         -     total += loss
         +     total += loss.detach()
     """
-
-    fix = "total += loss.detach()"
 
     def check(self, file: Checked) -> Hits:
         for aug in file.of(ast.AugAssign):
@@ -157,7 +153,7 @@ class LossGraphAccumulate(Rule):
         return not returned and not file.events and calls is not None
 
 
-class BarrierEveryStep(Rule):
+class BarrierEveryStep(Rule, fix="delete it"):
     """A barrier at every step.
 
     All ranks wait for the slowest at every batch. Collectives wait by themselves, where they must.
@@ -168,8 +164,6 @@ class BarrierEveryStep(Rule):
         -     torch.distributed.barrier()
               torch.distributed.all_reduce(loss)
     """
-
-    fix = "delete it"
 
     def check(self, file: Checked) -> Hits:
         for call in file.of(ast.Call):
@@ -183,7 +177,7 @@ class BarrierEveryStep(Rule):
             yield hit(call, "all ranks wait for the slowest at every step", edit, unsafe=True)
 
 
-class EmptyCacheInLoop(Rule):
+class EmptyCacheInLoop(Rule, fix="delete it; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragments"):
     """`empty_cache()` in a loop.
 
     The allocator gives its memory back to the driver and asks for it again: slow, and no memory is won.
@@ -193,8 +187,6 @@ class EmptyCacheInLoop(Rule):
               train_step(x, y)
         -     torch.cuda.empty_cache()
     """
-
-    fix = "delete it; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps against fragments"
 
     def check(self, file: Checked) -> Hits:
         for call in file.calls_of("torch.cuda.empty_cache"):
@@ -209,7 +201,7 @@ class EmptyCacheInLoop(Rule):
                 yield hit(call, "the cache is emptied at every turn of the loop, and filled again")
 
 
-class DebugLeftOn(Rule):
+class DebugLeftOn(Rule, fix="switch it on from outside, for one run"):
     """A debugging aid is left on.
 
     Anomaly mode keeps a traceback per operation; CUDA_LAUNCH_BLOCKING makes every kernel wait.
@@ -218,8 +210,6 @@ class DebugLeftOn(Rule):
         - torch.autograd.set_detect_anomaly(True)
         + torch.autograd.set_detect_anomaly(args.debug)
     """
-
-    fix = "switch it on from outside, for one run"
 
     def check(self, file: Checked) -> Hits:
         def meant(node: ast.AST) -> bool:
@@ -236,7 +226,7 @@ class DebugLeftOn(Rule):
                 yield hit(assign, "every CUDA kernel waits for the one before")
 
 
-class SyncEveryStep(Rule):
+class SyncEveryStep(Rule, level="hint", fix="sum on the device, read at log steps"):
     """The host waits for the device at every step.
 
     bad -, good +:
@@ -247,9 +237,6 @@ class SyncEveryStep(Rule):
         -     total += loss.item()
         +     total += loss.detach()
     """
-
-    level = "hint"
-    fix = "sum on the device, read at log steps"
 
     def check(self, file: Checked) -> Hits:
         training = training_loops(file.backwards)
@@ -263,7 +250,7 @@ class SyncEveryStep(Rule):
                 yield hit(call, "the host waits for the device at every step")
 
 
-class BenchmarkAndDeterministic(Rule):
+class BenchmarkAndDeterministic(Rule, level="hint", fix="benchmark = False where runs must repeat"):
     """cudnn.benchmark is switched on beside cudnn.deterministic.
 
     Benchmark chooses among kernels by the clock: the seed no longer decides.
@@ -273,9 +260,6 @@ class BenchmarkAndDeterministic(Rule):
         - torch.backends.cudnn.benchmark = True
         + torch.backends.cudnn.benchmark = False
     """
-
-    level = "hint"
-    fix = "benchmark = False where runs must repeat"
 
     def check(self, file: Checked) -> Hits:
         switched: dict[str, list[ast.Assign]] = {"deterministic": [], "benchmark": []}
