@@ -65,14 +65,9 @@ class TorchChild:
 
     def __init__(self, python: str, environ: Mapping[str, str], *, gpus: int = 0) -> None:
         self.words = [str(resources.files("evener").joinpath("measure", "health.py")), str(gpus)]
-        self.began, argv, pipe, none = (
-            time.monotonic(),
-            [python, "-P", *self.words],
-            subprocess.PIPE,
-            subprocess.DEVNULL,
-        )
+        self.began, argv, none = time.monotonic(), [python, "-P", *self.words], subprocess.DEVNULL
         self.process = subprocess.Popen(
-            argv, stdin=none, stdout=pipe, stderr=none, env=dict(environ), text=True, start_new_session=True
+            argv, stdin=none, stdout=subprocess.PIPE, stderr=none, env=dict(environ), text=True, start_new_session=True
         )
 
     def answer(self, seconds: float) -> dict[str, Any]:

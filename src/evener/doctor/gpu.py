@@ -19,12 +19,8 @@ NONE = "no NVIDIA GPU here"
 _HIDDEN_BYTES = 500 << 20
 _SERIOUS_XIDS = {48, 63, 64, 74, 79, 92, 94, 95}
 _BUILDS = ("cu118", "cu121", "cu124", "cu126", "cu128", "cu130")  # CUDA builds of torch, oldest first
-_STAGES = {
-    "import": "import torch",
-    "cuda": "torch.cuda.is_available()",
-    "gloo": "all-reduce",
-    "nccl": "NCCL all-reduce",
-}
+_STAGES = {"import": "import torch", "cuda": "torch.cuda.is_available()"}
+_STAGES |= {"gloo": "all-reduce", "nccl": "NCCL all-reduce"}
 
 
 def well(f: Facts) -> list[Gpu]:

@@ -50,22 +50,11 @@ class Explanation:
     language: str
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "sub_cause": self.sub_cause,
-            "culprit_rank": self.culprit_rank,
-            "culprit_known": self.culprit_known,
-            "culprit": self.culprit,
-            "confidence": self.confidence,
-            "summary": self.summary,
-            "evidence": [{"line": line, "source": source, "text": text} for line, source, text in self.evidence],
-            "cause": " ".join(self.cause),
-            "fix": list(self.fix),
-            "confirm": list(self.confirm),
-            "avoid": list(self.avoid),
-            "consequences": list(self.consequences),
-            "alternatives": list(self.alternatives),
-        }
+        """The contract: every field but the language and `or_else`, the cause as one text."""
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+        del values["language"], values["or_else"]
+        evidence = [dict(zip(("line", "source", "text"), one)) for one in self.evidence]
+        return values | {"evidence": evidence, "cause": " ".join(self.cause)}
 
     def __str__(self) -> str:
         return to_text(self)
@@ -88,7 +77,7 @@ def explain_root(root: Root | None, facts: Facts, language: str = "en") -> Expla
     match = root.match
     several = len(facts.ranks) > 1 or len({line.rank for line in facts.lines}) > 1 or (facts.world_size or 1) > 1
     known = match.known if match.known is not None else (match.rank is not None or not several)
-    values = _values(match, say)
+    values = _values(match)
     texts = texts_of(match.kind, match.sub, language, values)
     fix = list(texts["fix"])
     if "fix" in match.values:
@@ -113,7 +102,7 @@ def explain_root(root: Root | None, facts: Facts, language: str = "en") -> Expla
     )
 
 
-def _values(match: Match, say: Mapping[str, str]) -> dict[str, str]:
+def _values(match: Match) -> dict[str, str]:
     values = dict(match.values)
     if match.rank is not None:
         values.setdefault("rank", listed(match.rank) if isinstance(match.rank, list) else str(match.rank))
@@ -178,7 +167,7 @@ def _consequences(matches: list[Match], facts: Facts, language: str) -> tuple[st
     found = []
     for name, some in list(groups.items())[:CONSEQUENCES]:
         ranks = sorted({one.line.rank for one in some if one.line.rank is not None})
-        title = texts_of(all_kinds()[name], some[0].sub, language, _values(some[0], say))["title"]
+        title = texts_of(all_kinds()[name], some[0].sub, language, _values(some[0]))["title"]
         who = say["ranks"].format(ranks=listed(ranks)) if len(ranks) > 1 else ""
         who = say["rank"].format(rank=ranks[0]) if len(ranks) == 1 else who
         where = say["line"].format(line=some[0].line.number) if some[0].line.number else ""

@@ -56,7 +56,7 @@ def timeout(match: Match, facts: Facts) -> bool:
         silent = sorted(facts.ranks - said)
         if waiting and silent:
             match.values["silent"], match.sub = listed(silent), "silent"
-            match.rank = silent[0] if len(silent) == 1 else silent
+            match.rank = one_or_all(silent)
     if waiting:
         match.values["waiting"] = listed(waiting)
     behind = _behind(some)
@@ -71,7 +71,7 @@ def timeout(match: Match, facts: Facts) -> bool:
         silent = sorted(set(range(facts.world_size)) - set(waiting))
         if silent and len(silent) < facts.world_size:
             match.values["silent"] = listed(silent)
-            match.rank, match.known = (silent[0] if len(silent) == 1 else silent), len(silent) == 1
+            match.rank, match.known = one_or_all(silent), len(silent) == 1
             match.sub = "silent"
             return True
     if any(one.elements == 1 for one in some) or re.search(r"barrier|monitored", match.flat, re.IGNORECASE):
@@ -132,11 +132,8 @@ def desync(match: Match, facts: Facts) -> bool:
 
 def scale(match: Match, facts: Facts) -> bool:
     """One skipped step is the scaler at work; scales that only fall are values that are not finite."""
-    scales = [
-        float(found[1])
-        for line in facts.lines
-        if (found := re.search(r"reducing loss scale (?:from \S+ )?to ([\d.e+-]+\d)", line.text))
-    ]
+    falls = re.compile(r"reducing loss scale (?:from \S+ )?to ([\d.e+-]+\d)")
+    scales = [float(found[1]) for line in facts.lines if (found := falls.search(line.text))]
     skips = len(scales) or len(re.findall(r"(?i)overflow", match.flat))
     match.values |= {"skips": str(skips), "scale": f"{scales[-1]:g}" if scales else ""}
     if scales and (min(scales) < 1 or skips > 20):
@@ -246,18 +243,12 @@ def launcher(match: Match, facts: Facts) -> bool:
         match.values |= {"code": str(first.code), "pid": str(first.pid or "")}
         if first.line not in match.evidence:
             match.evidence.insert(0, first.line)
-    elif victims and (
-        rest := sorted(({rank for rank in tables.values() if rank is not None} or facts.ranks) - victims)
-    ):
-        match.rank, match.known, match.sub = (rest[0] if len(rest) == 1 else rest), len(rest) == 1, "victim-named"
-        match.values["victims"] = listed(sorted(one for one in victims if one is not None))
-    else:
-        match.rank, match.known = None, False
-        if victims - {None}:
-            match.sub, match.values["victims"] = (
-                "victim-named",
-                listed(sorted(rank for rank in victims if rank is not None)),
-            )
+        return True
+    told = sorted(rank for rank in victims if rank is not None)
+    rest = sorted(({rank for rank in tables.values() if rank is not None} or facts.ranks) - victims) if victims else []
+    match.rank, match.known = one_or_all(rest) if rest else None, len(rest) == 1
+    if told or rest:
+        match.sub, match.values["victims"] = "victim-named", listed(told)
     return True
 
 
@@ -296,6 +287,10 @@ def plain_exception(match: Match, facts: Facts) -> bool:
     if not raised.frames and not match.line.text.lstrip().startswith(kind):
         match.stage, match.confidence = STAGES.index("summary"), "low"  # a log line that mentions an error
     return True
+
+
+def one_or_all(ranks: list[int]) -> int | list[int]:
+    return ranks[0] if len(ranks) == 1 else ranks
 
 
 def listed(ranks: list[int]) -> str:

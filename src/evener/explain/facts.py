@@ -278,14 +278,8 @@ def _ends(lines: Iterable[Line]) -> list[Ended]:
             found.append(entry)
         elif entry is not None and (match := _TABLE_ERROR.match(text)):
             entry.error += f"{match['text']}\n"
-        elif _HINT.search(text):
-            if (
-                "error" in text.lower()
-                and re.search(r"\w+Error: ", text)
-                and not re.search("terminated with|died with", text)
-            ):
-                continue  # an exception's message: its own kind says what it means
-            found += _end_in(line)
+        elif _HINT.search(text) and (not re.search(r"\w+Error: ", text) or re.search("(terminated|died) with", text)):
+            found += _end_in(line)  # not of an exception's message: its own kind says what it means
     return found
 
 

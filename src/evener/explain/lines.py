@@ -121,19 +121,8 @@ def _one(line: Line) -> Line:
     if "rank" not in found and (where := _RANK_IN_PATH.search(line.source)):
         found["rank"] = where[1] or where[2]
     rank, local, pid, gpu = (int(found[key]) if key in found else None for key in ("rank", "local", "pid", "gpu"))
-    return Line(
-        line.order,
-        line.source,
-        line.number,
-        text.rstrip(),
-        line.shown,
-        rank,
-        local,
-        found.get("host"),
-        pid,
-        gpu,
-        seconds,
-    )
+    host, text = found.get("host"), text.rstrip()
+    return Line(line.order, line.source, line.number, text, line.shown, rank, local, host, pid, gpu, seconds)
 
 
 def _seconds(part: dict[str, str | None]) -> float:

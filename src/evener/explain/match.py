@@ -109,12 +109,12 @@ def _found(
                 continue
             end = bisect.bisect_right(stream.starts, hit.end()) - 1
             text = raised.text if raised else "\n".join(one.text for one in stream.lines[index : end + 8])
-            around = (
-                f"{text}\n{raised.code}"
-                if raised
-                else "\n".join(one.text for one in stream.lines[max(0, index - 12) : end + 8])
-            )
-            own = text if raised else "\n".join(one.text for one in stream.lines[index : end + 1])
+            own, around = text, f"{text}\n{raised.code}" if raised else ""
+            if not raised:
+                own, around = (
+                    "\n".join(one.text for one in stream.lines[low:high])
+                    for low, high in ((index, end + 1), (max(0, index - 12), end + 8))
+                )
             if any(one.search(own) for one in kind.unless):
                 continue
             if kind.near and not any(one.search(around) for one in kind.near):

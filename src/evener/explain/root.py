@@ -62,11 +62,8 @@ def _went_on(match: Match, facts: Facts) -> bool:
 
 def _decided(match: Match, facts: Facts) -> bool:
     ended = match.ended
-    if (
-        ended is not None
-        and ended.code in (-9, -15)
-        and (ended.pid in facts.stopped or (ended.summary and ended.code == -15))
-    ):
+    asked = ended is not None and (ended.pid in facts.stopped or (ended.summary and ended.code == -15))
+    if ended is not None and ended.code in (-9, -15) and asked:
         if any(one.pid not in facts.stopped and one.code not in (-9, -15) for one in facts.ended):
             return False  # the launcher's own clean-up
         match.stage = max(match.stage, STOPPED)
@@ -110,16 +107,11 @@ def _same_everywhere(root: Match, others: Sequence[Match], facts: Facts) -> None
         return
     if root.raised is None:
         return
-    same = {
-        match.rank
-        for match in others
-        if match.kind is root.kind
-        and match.raised is not None
-        and isinstance(match.rank, int)
-        and match.raised.links[0][1][:60] == root.raised.links[0][1][:60]
-    }
-    if same and len(same | {root.rank}) >= max(2, len(facts.ranks)) and len(same | {root.rank}) > 1:
-        root.rank = sorted(same | {root.rank})
+    said = root.raised.links[0][1][:60]
+    again = [one for one in others if one.kind is root.kind and one.raised and one.raised.links[0][1][:60] == said]
+    same = {root.rank, *(one.rank for one in again if isinstance(one.rank, int))}
+    if len(same) >= max(2, len(facts.ranks)):
+        root.rank = sorted(same)
 
 
 def _near_misses(root: Match, others: Sequence[Match]) -> list[str]:

@@ -9,17 +9,5 @@ from evener.gpus.look import look as look_at_gpus
 from evener.gpus.look import read_recording
 from evener.gpus.values import Gpu, Health, Holder, Link, MigDevice, Process, Snapshot, Trouble, from_json, to_json
 
-__all__ = [
-    "Gpu",
-    "Health",
-    "Holder",
-    "Link",
-    "MigDevice",
-    "Process",
-    "Snapshot",
-    "Trouble",
-    "from_json",
-    "look_at_gpus",
-    "read_recording",
-    "to_json",
-]
+__all__ = ["Gpu", "Health", "Holder", "Link", "MigDevice", "Process", "Snapshot", "Trouble"]
+__all__ += ["from_json", "look_at_gpus", "read_recording", "to_json"]

@@ -90,16 +90,7 @@ class Folder:
 
     def holder_now(self, uuid: str) -> Holder | None:
         """The same, inside `serial`."""
-        try:
-            descriptor = os.open(self._path(f"{uuid}.lock"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return None
-        try:
-            if _try_lock(descriptor, shared=True):
-                return None
-        finally:
-            os.close(descriptor)
-        return self._note(uuid) or Holder()
+        return self._note(uuid) or Holder() if self._is_locked(f"{uuid}.lock") else None
 
     def _note(self, uuid: str) -> Holder | None:
         """What the live holder wrote about itself; notes of the dead are passed over."""
@@ -124,7 +115,7 @@ class Folder:
             if before is not None and number >= before:
                 return
             with contextlib.suppress(OSError):
-                if self._is_waiting(f"ticket.{number}"):
+                if self._is_locked(f"ticket.{number}"):
                     with open(self._path(f"ticket.{number}"), encoding="utf-8", errors="replace") as file:
                         yield file.read(500)
 
@@ -134,9 +125,10 @@ class Folder:
             return [int(name[7:]) for name in names if re.fullmatch(r"ticket\.[0-9]{1,18}", name)]
         return []
 
-    def _is_waiting(self, name: str) -> bool:
+    def _is_locked(self, name: str) -> bool:
+        """Somebody has the lock of the file, and lives."""
         try:
-            descriptor = os.open(os.path.join(self.path, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -223,7 +215,7 @@ class Folder:
         """The next place in the queue. Call it inside `serial`."""
         numbers = self._tickets()
         for number in numbers:  # tidy up after those who died waiting (of this user: others' may not be deleted)
-            if not self._is_waiting(f"ticket.{number}"):
+            if not self._is_locked(f"ticket.{number}"):
                 with contextlib.suppress(OSError):
                     os.unlink(self._path(f"ticket.{number}"))
         path = self._path(f"ticket.{max(numbers, default=0) + 1}")
@@ -276,12 +268,8 @@ class Folder:
                     os.unlink(self._path(name))
         path = self._path(f"{uuid}.{os.getpid()}.json")
         me = owners.who(os.getpid())
-        values: dict[str, object] = {
-            "pid": os.getpid(),
-            "start": me.start_ticks if me else None,
-            "host": socket.gethostname(),
-        }
-        values |= {"command": command[:500], "since": time.time()}
+        values: dict[str, object] = {"pid": os.getpid(), "start": me.start_ticks if me else None}
+        values |= {"host": socket.gethostname(), "command": command[:500], "since": time.time()}
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         with open(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(descriptor, 0o644)
@@ -306,17 +294,9 @@ def file_system(path: str) -> str:
     """The type of the file system that a path is on ("ext4", "tmpfs", "nfs4"); "" when it cannot be told."""
     import psutil  # type: ignore[import-untyped]
 
-    real = os.path.realpath(path)
-    best = max(
-        (
-            part
-            for part in psutil.disk_partitions(all=True)
-            if os.path.commonpath([part.mountpoint, real]) == part.mountpoint
-        ),
-        key=lambda part: len(part.mountpoint),
-        default=None,
-    )
-    return str(best.fstype) if best else ""
+    real, parts = os.path.realpath(path), psutil.disk_partitions(all=True)
+    above = [part for part in parts if os.path.commonpath([part.mountpoint, real]) == part.mountpoint]
+    return str(max(above, key=lambda part: len(part.mountpoint)).fstype) if above else ""
 
 
 def default_path(setting: str = SETTING) -> str:

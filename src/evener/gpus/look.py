@@ -59,17 +59,14 @@ def judge(
             parts.append(dataclasses.replace(part, lease=lease, slot=slot, idle=not busy, busy_because=busy))
         lease = holder_of(gpu.uuid) if gpu.uuid else None
         why, notes = _busy(gpu, lease)
-        gpus.append(
-            dataclasses.replace(
-                gpu,
-                mig=tuple(parts),
-                slot=seen.slot_of(gpu.uuid),
-                lease=lease,
-                idle=not why,
-                busy_because=tuple(why),
-                notes=(*gpu.notes, *(note for note in notes if note not in gpu.notes)),
-            )
-        )
+        notes = [*gpu.notes, *(note for note in notes if note not in gpu.notes)]
+        judged: dict[str, Any] = {
+            "slot": seen.slot_of(gpu.uuid),
+            "lease": lease,
+            "idle": not why,
+            "busy_because": tuple(why),
+        }
+        gpus.append(dataclasses.replace(gpu, mig=tuple(parts), notes=tuple(notes), **judged))
     return dataclasses.replace(found, gpus=tuple(gpus), visible=tuple(seen.lines(found.gpus)))
 
 
@@ -196,14 +193,9 @@ def without_library(root: str) -> Trouble:
                 cards.append(os.path.basename(folder))
     if cards:
         evidence = f"on the PCI bus: {', '.join(sorted(cards))}"
-        in_container = os.path.exists(os.path.join(root, ".dockerenv")) or os.path.exists(
-            os.path.join(root, "run/.containerenv")
-        )
-        fix = (
-            "start the container with its GPUs: docker run --gpus all (NVIDIA Container Toolkit)"
-            if in_container
-            else "install NVIDIA's driver (it brings libnvidia-ml.so.1)"
-        )
+        fix = "install NVIDIA's driver (it brings libnvidia-ml.so.1)"
+        if any(os.path.exists(os.path.join(root, mark)) for mark in (".dockerenv", "run/.containerenv")):
+            fix = "start the container with its GPUs: docker run --gpus all (NVIDIA Container Toolkit)"
         return Trouble("no-driver", "There is an NVIDIA card and no driver library for it.", True, (evidence,), (fix,))
     if os.path.exists(os.path.join(root, "dev/kfd")):
         cause = "There is an AMD GPU driver here; evener counts NVIDIA GPUs only."

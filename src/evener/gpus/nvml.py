@@ -18,24 +18,12 @@ from evener.gpus import owners
 from evener.gpus.values import Gpu, Health, Link, MigDevice, Process, Snapshot
 
 COMPUTE_MODES = {0: "default", 1: "exclusive-thread", 2: "prohibited", 3: "exclusive-process"}
-PATHS = {
-    0: "same board",
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "one host bridge",
-    40: "one socket",
-    50: "other socket",
-}
+PATHS = {0: "same board", 10: "one PCIe switch", 20: "several PCIe switches"}
+PATHS |= {30: "one host bridge", 40: "one socket", 50: "other socket"}
 P2P = {0: "ok", 1: "chipset not supported", 2: "GPU not supported", 3: "IOH topology not supported", 4: "disabled"}
 # nvmlClocksEventReasons: only those that slow a GPU that has work (1 is "idle", 2 "application clocks").
-THROTTLE = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal (software)",
-    0x40: "thermal (hardware)",
-    0x80: "power brake",
-}
+THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost"}
+THROTTLE |= {0x20: "thermal (software)", 0x40: "thermal (hardware)", 0x80: "power brake"}
 
 
 class Lost(Exception):

@@ -52,9 +52,8 @@ class Names:
                     if values is not None and len(values) == len(target.elts):
                         yield from ((assign, one, value) for one, value in zip(target.elts, values))
                     else:  # model, optimizer = accelerator.prepare(...); loss, logits = outputs[:2]
-                        yield from (
-                            (assign, one, assign.value) for one in target.elts if not isinstance(one, ast.Starred)
-                        )
+                        named = (one for one in target.elts if not isinstance(one, ast.Starred))
+                        yield from ((assign, one, assign.value) for one in named)
                 else:
                     yield assign, target, assign.value
         for annotated in self.source.of(ast.AnnAssign):
@@ -128,10 +127,8 @@ class Names:
             return frozenset({MADE[end]})
         if ".lr_scheduler." in dotted and root == "torch":
             return frozenset({"scheduler"})
-        if (dotted.startswith(("torch.optim.", "apex.optimizers.")) and end[:1].isupper()) or end in (
-            "AdamW",
-            "FusedAdam",
-        ):
+        makes = dotted.startswith(("torch.optim.", "apex.optimizers.")) and end[:1].isupper()
+        if makes or end in ("AdamW", "FusedAdam"):
             return frozenset({"optimizer"})
         if end in ("create_scheduler", "create_scheduler_v2") or (root == "timm" and "Scheduler" in end):
             return frozenset({"foreign scheduler"})
@@ -212,7 +209,7 @@ class Names:
 
     def _compared(self, test: ast.Compare) -> str:
         left, right, op = test.left, test.comparators[0], test.ops[0]
-        if not (self._rank_like(left)):
+        if not self._rank_like(left):
             if not self._rank_like(right) or isinstance(op, ast.In | ast.NotIn):
                 return ""
             left, right = right, left
@@ -220,24 +217,13 @@ class Names:
         if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple | ast.Set):
             values = {literal(one) for one in right.elts}
             return ("one" if isinstance(op, ast.In) else "others") if values in ({-1, 0}, {0}, {None, 0}) else ""
+        who = {ast.Eq: "one", ast.NotEq: "others"}.get(type(op), "")
         if value is ...:  # rank == dst
-            known = isinstance(right, ast.Name | ast.Attribute)
-            return {ast.Eq: "one", ast.NotEq: "others"}.get(type(op), "") if known else ""
+            return who if isinstance(right, ast.Name | ast.Attribute) else ""
         if not isinstance(value, int) or value < 0:
-            return "one" if isinstance(op, ast.LtE | ast.Lt) and value == 0 else ""
-        if (
-            isinstance(op, ast.Eq)
-            or (isinstance(op, ast.LtE) and value == 0)
-            or (isinstance(op, ast.Lt) and value == 1)
-        ):
-            return "one"
-        if (
-            isinstance(op, ast.NotEq)
-            or (isinstance(op, ast.Gt) and value == 0)
-            or (isinstance(op, ast.GtE) and value == 1)
-        ):
-            return "others"
-        return ""
+            return ""
+        bounds = {(ast.LtE, 0): "one", (ast.Lt, 1): "one", (ast.Gt, 0): "others", (ast.GtE, 1): "others"}
+        return who or bounds.get((type(op), value), "")
 
     def _rank_like(self, node: ast.expr) -> bool:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):  # rank % gpus_per_node == 0
@@ -323,11 +309,8 @@ def facts(source: Source) -> Facts:
         if call.args and re.search(r"(^|_)save(_|$)", last(dotted)):  # torch.save, save_checkpoint, save_on_master
             saved |= set(in_checkpoint(names, call.args[0]))
         root = dotted.partition(".")[0]
-        if (
-            not dotted
-            or root == "torch"
-            or not (root in own or root == "self" or dotted.startswith(".") or root in roots)
-        ):
+        known = root in own or root == "self" or dotted.startswith(".") or root in roots
+        if not dotted or root == "torch" or not known:
             continue
         owner = ctx.owner
         callee = f"{owner.name}.{last(dotted)}" if owner and dotted == f"self.{last(dotted)}" else dotted
@@ -401,12 +384,7 @@ def _is_namespace(names: Names, node: ast.expr, key: str) -> bool:
     for _, value in names.values(node):
         if isinstance(value, ast.Dict | ast.Constant):
             return False
-        if isinstance(value, ast.Call) and last(names.source.name(value.func)) in (
-            "vars",
-            "dict",
-            "asdict",
-            "to_dict",
-            "load",
-        ):
+        plain = ("vars", "dict", "asdict", "to_dict", "load")
+        if isinstance(value, ast.Call) and last(names.source.name(value.func)) in plain:
             return False
     return True
