@@ -117,6 +117,12 @@ def test_what_the_script_decides_stays():
     assert {row.cut.microbatch_size for row in sliced.rows} == {8} and "microbatch_size" not in sliced.keywords
 
 
+def test_what_planning_has_no_word_for_is_refused():
+    given = {"activation_checkpointing": {"value": ["blocks.0"], "origin": "code"}}
+    with pytest.raises(UsageError, match=r"activation_checkpointing=\['blocks.0'\] is no word"):
+        making.make(model(1, 0.1), captured(given=given), machine())
+
+
 def test_more_ranks_than_rows_are_refused():
     with pytest.raises(UsageError, match="80 ranks for a global batch of 64 rows"):
         making.make(model(1, 0.1), captured(), machine(80))
@@ -215,7 +221,7 @@ def evener_(*words: str, cwd) -> subprocess.CompletedProcess[str]:
 
 def test_from_a_script_to_a_plan_to_a_run(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["--set", "activation_checkpointing=none", "--set", "strategy=single"]
+    words = [f"--set={word}" for word in ("activation_checkpointing=none", "strategy=single", "precision=fp32")]
     planned = evener_("plan", "--cpu", "--json", *words, "train.py", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)

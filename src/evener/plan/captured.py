@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from evener.errors import EvenerError, LaunchError, ModelError
+from evener.errors import EvenerError, LaunchError
 from evener.plan.handed import VARIABLE, LaunchPlan
 from evener.plan.values import Cut, Trace
 
@@ -35,6 +35,7 @@ class Captured:
         slice_size: In exact and coupled mode, where a piece is one slice; else None.
         given: {keyword: {"value", "origin"}} of what was not left to its default.
         process_bytes: What the process held in host memory besides parameters and buffers: libraries, the dataset.
+        cpu_precision: What precision="auto" is on this machine's CPU.
         saves: Whether this evener's Run has saved_activations=.
         on_cpu: Lines of the script that said "cuda" before the Run.
     """
@@ -51,6 +52,7 @@ class Captured:
     exact: bool = False
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     process_bytes: int = 0
+    cpu_precision: str = "fp32"
     saves: bool = False
     on_cpu: tuple[str, ...] = ()
 
@@ -82,7 +84,7 @@ class Child:
             self._start()
             told = self._answer("its Run")
             if "error" in told:
-                raise ModelError(told["error"]["cause"], evidence=told["error"]["evidence"], fix=told["error"]["fix"])
+                raise LaunchError(**told["error"])
             self.captured = Captured(**{**told["captured"], **_tuples(told["captured"], "optimizers", "on_cpu")})
         except BaseException:
             self.__exit__()
@@ -118,14 +120,13 @@ class Child:
         os.close(answers)
 
     def trace(self, cut: Cut, *, device: str, capability: tuple[int, int] | None) -> Trace:
-        """The trace of one cut. Raises ModelError when this step cannot be traced so, with the reason."""
+        """The trace of one cut. Raises LaunchError when this step cannot be traced so, with the reason."""
         asked = {"cut": cut.to_json(), "device": device, "capability": capability}
         with contextlib.suppress(BrokenPipeError):
             os.write(self._asks, json.dumps(asked).encode() + b"\n")
         told = self._answer(f"the trace of {cut.words()}")
         if "error" in told:
-            error = told["error"]
-            raise ModelError(error["cause"], evidence=error["evidence"], fix=error["fix"])
+            raise LaunchError(**told["error"])
         return Trace.from_json(told["trace"])
 
     def _answer(self, what: str) -> dict[str, Any]:

@@ -152,6 +152,10 @@ def make(
             f"{world} ranks for a global batch of {captured.global_batch_size} rows: some would never have one.",
             fix=[f"--nproc {max(1, captured.global_batch_size // machine.nodes)} or less"],
         )
+    for name in DECIDED:
+        if not isinstance(value := captured.asked(name), str | int | None):
+            fix = [f"evener plan --set {name}=... plans one of the words", "leave it open, or to a word, in the script"]
+            raise UsageError(f"{name}={value!r} is no word: planning compares words.", fix=fix)
     book = Book(tracer, say)
     rows, left = search.rows_of(book, captured, machine, world, everything=everything)
     if not book.made and book.refused:

@@ -255,11 +255,12 @@ def combinations(captured: Captured, machine: Machine, world: int) -> Iterator[C
     kept = captured.asked("saved_activations")
     first = True
     for name in strategies:
-        one = Cut(name, natural, "none", kept or "keep", world_size=1 if name == "dp" else world)
+        ranks, devices = (1, world) if name == "dp" else (world, 1)
+        one = Cut(name, natural, "none", kept or "keep", world_size=ranks, devices=devices)
         one = replace(one, replicas=machine.nodes if name == "hsdp" else 1)
         for again in RECOMPUTE if recompute is None else (recompute,):
             yield replace(one, activation_checkpointing=again)
-        if captured.saves and kept is None and recompute in (None, "none"):
+        if captured.saves and machine.device == "cuda" and kept is None and recompute in (None, "none"):
             yield replace(one, saved_activations="offload")
             yield replace(one, saved_activations="int8")  # approximate: shown, chosen by people alone
         if first and natural != "fp32" and captured.asked("precision") is None:
@@ -274,7 +275,7 @@ def natural_precision(captured: Captured, machine: Machine) -> str:
     if isinstance(given, str):
         return given
     if machine.device != "cuda":
-        return "fp32"
+        return captured.cpu_precision
     capability = machine.capability
     return "bf16" if capability is None or capability >= (8, 0) else "fp16"
 
@@ -295,7 +296,7 @@ def rows_of(
 
 def _sizes(book: Book, cut: Cut, captured: Captured, machine: Machine) -> Iterator[Row]:
     """From the largest microbatch on, until one fits."""
-    sizes = microbatches(captured, cut.world_size * cut.devices)
+    sizes = microbatches(captured, cut.world_size)
     for size in sizes:
         asked = with_microbatch(cut, captured, size)
         try:

@@ -30,6 +30,7 @@ from evener import batch as batches
 from evener.config import Config, ConfigFile, RunKeywords
 from evener.data import Cursor, make_feed, source_of
 from evener.engine import batchnorm as bn
+from evener.engine.precision import decide
 from evener.engine.setup import by_name, decide_batch
 from evener.errors import EvenerError, UsageError
 from evener.plan.captured import Captured
@@ -214,6 +215,7 @@ def _look(
         slice_size=slices.cut.slice_size,
         exact=config.exact,
         given={name: one for name, one in known.items() if one["origin"] != "default"},
+        cpu_precision=decide("auto", torch.device("cpu")).name,
         saves="saved_activations" in known,
         process_bytes=max(0, _resident() - held),
         on_cpu=on_cpu,
