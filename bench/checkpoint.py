@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from bench.table import Table, verdict
 from evener.checkpoint import Checkpoints, store
+from evener.engine import Engine
 
 TENSORS, ELEMENTS = 100, 1_048_576  # float32: 419 MB
 LIMIT = 0.3  # of torch.save
@@ -37,6 +38,16 @@ def run(quick: bool) -> list[Table]:
             raise outcome
         return done
 
+    module = torch.nn.ParameterDict(tensors)
+    engine = Engine(module, torch.optim.SGD(module.parameters(), lr=0.1), device="cpu", precision="fp32")
+
+    def evener_engine(number: int) -> float:
+        checkpoints.begin(number, {"engine": engine.state_dict(copy=False)}, {"update": number})
+        done = time.perf_counter()
+        if isinstance(outcome := checkpoints.behind.outcome(wait=True), Exception):
+            raise outcome
+        return done
+
     def evener_sync(number: int) -> float:
         store.write(folder / "sync", {"engine": tensors}, about={"update": number})
         return time.perf_counter()
@@ -56,6 +67,7 @@ def run(quick: bool) -> list[Table]:
 
     ways = {
         "evener, behind the training": evener_behind,
+        "the same from an Engine, as Run saves": evener_engine,
         "evener, waited for (hashed, synced, read back)": evener_sync,
         "torch.save (no hash, no sync)": torch_save,
         "safetensors.save_file (no hash, no sync)": safe,
