@@ -64,6 +64,18 @@ def test_what_is_saved_is_the_state_of_then(ranks, tmp_path):
         assert run.digest() != digests[2]
 
 
+def test_a_state_dict_stays_what_it_was_and_a_save_makes_one_copy(tmp_path):
+    with begin(tmp_path / "run", save_every=2) as run:
+        for update in run.updates(updates=4):
+            if update.number == 1:
+                kept, live = run.engine.state_dict(), run.engine.state_dict(copy=False)
+                before = {name: tensor.clone() for name, tensor in kept["model"].items()}
+        assert all(torch.equal(kept["model"][name], before[name]) for name in before)
+        assert not torch.equal(live["model"]["head.weight"], before["head.weight"])
+        assert live["model"]["head.weight"].data_ptr() == run.model.head.weight.data_ptr()
+        assert kept["targets"][""]["optimizer"]["state"][0]["step"] == 2
+
+
 def train_and_end(folder, at):
     run = begin(folder, save_every=2, keep_checkpoints=9)
     for update in run.updates(epochs=2):

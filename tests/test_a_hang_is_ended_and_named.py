@@ -92,6 +92,10 @@ for update in run.updates(updates=9):
         with evener.first():
             time.sleep(14)
     stay("script")
+    if where == "collectives" and armed:
+        if rank == 1:
+            torch.distributed.recv(torch.zeros(1), src=0)
+        evener.comm.barrier()
     if update.number == 2:
         run.evaluate(Rows(), metric_fn, batch_size=6)
 run.close()
@@ -136,6 +140,17 @@ def test_no_alarm_in_first_nor_outside_of_a_loop(tmp_path, where):
     done = run(tmp_path, where, "")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ENDED") == 1 and "hang" not in done.stderr
+
+
+@pytest.mark.full
+def test_ranks_that_wait_for_each_other_in_different_calls(tmp_path):
+    done = run(tmp_path, "collectives", "")
+    text = done.stderr[done.stderr.index("evener: rank") :]
+    assert text.startswith("evener: ranks 0, 1 wait for each other: nothing was done for 10 s\n"), text
+    assert (
+        "rank 1 waits in phase script (recv), at train.py:" in text
+        and "rank 0 waits in phase script (all_reduce)" in text
+    ), text
 
 
 @pytest.mark.full

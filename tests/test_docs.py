@@ -92,6 +92,15 @@ def test_every_event_is_in_the_table():
     assert shown == dict(KINDS)
 
 
+def test_every_promise_names_tests_that_are_there():
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", page)
+    assert [row[0].split()[0] for row in table("faults.md", "promise")] == [f"R{number}" for number in range(1, 23)]
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
+    assert len(named) > 30
+
+
 def test_every_exit_code_is_in_the_table():
     from evener.run import Stopped
 
