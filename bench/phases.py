@@ -42,9 +42,9 @@ def run(quick: bool) -> list[Table]:
     torch.manual_seed(0)
     digits_batch = torch.randn(64, 64), torch.randint(0, 10, (64,))
     cases = {
-        "smallest MLP, 8 rows": (make("SGD"), make_batch(), None, 400),
-        "smallest MLP, 4 microbatches of 2": (make("SGD"), make_batch(), 2, 100),
-        "digits' MLP, 64 rows": (digits(), digits_batch, None, 100),
+        "smallest MLP, 8 rows": (make("SGD"), make_batch(), None, 100),
+        "smallest MLP, 4 microbatches of 2": (make("SGD"), make_batch(), 2, 40),
+        "digits' MLP, 64 rows": (digits(), digits_batch, None, 20),
     }
     table = Table("Phases of a step", ["update", "without, us", "clock readings added, us", "share"])
     for name, (parts, batch, microbatch, updates) in cases.items():
@@ -59,7 +59,7 @@ def run(quick: bool) -> list[Table]:
             for name, lap in (("without", engine.lap), ("measured", HostPhases().lap))
         }
         blocks = max(5, updates // (4 if quick else 1))
-        times = interleave(pair, updates=blocks, rounds=15 if quick else 61, warm_up=20)
+        times = interleave(pair, updates=blocks, rounds=9 if quick else 31, warm_up=20)
         added, base = times.added("measured", "without"), times.median("without")
         table.add(name, f"{base * 1e6:.0f}", f"{added * 1e6:+.2f}", f"{100 * added / base:+.2f} %")
         table.note(verdict(f"{name}: share of a step", added / base, TARGET))

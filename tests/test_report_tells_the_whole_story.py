@@ -417,7 +417,7 @@ def test_mistakes_get_one_clear_error(tmp_path, capsys):
     bad.write_text("[]")
     cases = [
         (["report"], "RUN_DIR"),
-        (["report", str(tmp_path / "none")], "there is no directory"),
+        (["report", str(tmp_path / "none")], "is no run directory: it does not exist"),
         (["report", str(tmp_path / "runs")], f"fix: evener report {folder}"),
         (["report", str(bad)], "is no run directory"),
     ]

@@ -29,7 +29,8 @@ def page(records: Sequence[Record], told: Sequence[Mapping[str, Any]], version: 
 
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     formats: dict[str, Callable[[Any], str]] = {"seconds": format_seconds, "number": format_number}
-    formats |= {"count": format_count, "bytes": _bytes, "time": _time, "percent": "{:.1%}".format}
+    formats |= {"count": format_count, "bytes": _bytes, "percent": "{:.1%}".format}
+    formats["time"] = lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
     env.filters |= {name: _known(how) for name, how in formats.items()}
     scripts, charts = [text("vendor/uPlot.iife.min.js"), text("page.js")], _charts(records, told)
     hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
@@ -91,10 +92,3 @@ def _known(how: Callable[[Any], str]) -> Callable[[Any], str]:
 
 def _bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-
-
-def _time(value: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
-    except (ValueError, OverflowError, OSError):
-        return "unknown"

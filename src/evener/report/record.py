@@ -198,8 +198,9 @@ class Record:
         self.counts[kind] += 1
         if kind not in ORDINARY:
             into = self.first_incidents if len(self.first_incidents) < INCIDENTS else self.last_incidents
-            typed = {"t": number(event.get("t")), **{key: _whole(event.get(key)) for key in ("update", "rank")}}
-            into.append({**_shown(event), **typed, "kind": kind})
+            t, update, rank = number(event.get("t")), _whole(event.get("update")), _whole(event.get("rank"))
+            t = t if t and 0 < t < 1e11 else None  # a year that calendars know
+            into.append({**_shown(event), "t": t, "update": update, "rank": rank, "kind": kind})
 
     def _died(self) -> None:
         start = self.starts[-1] if self.starts else {}
@@ -229,9 +230,9 @@ def _shown(value: Any) -> Any:
 
 
 def _no_run(path: Path, error: OSError) -> UsageError:
-    if not path.exists():
-        return UsageError(f"there is no directory {clean(path)}.", fix=["evener report runs/NAME: a run's directory"])
-    inside = sorted(one.parent for one in path.glob("*/events.jsonl"))[:5]
-    fix = [f"evener report {clean(one)}" for one in inside] or ["give the directory that Run(dir=...) made"]
-    why = clean(error.strerror or error)
-    return UsageError(f"{clean(path)} is no run directory: events.jsonl cannot be read ({why}).", fix=fix)
+    inside = sorted(clean(one.parent) for one in path.glob("*/events.jsonl"))[:5]
+    fix = [f"evener report {one}" for one in inside] or [
+        "evener report runs/NAME: the directory that Run(dir=...) made"
+    ]
+    why = f"events.jsonl cannot be read ({clean(error.strerror or error)})" if path.exists() else "it does not exist"
+    return UsageError(f"{clean(path)} is no run directory: {why}.", fix=fix)

@@ -40,10 +40,9 @@ class HostPhases:
 
     def take(self, waited: float, stepped: float, rest: float, updates: int) -> Split:
         split = {name: self.seconds[name] for name in PHASES}
-        for name in self.seconds:
-            self.seconds[name] = 0.0
-        split["other"] = max(0.0, stepped - sum(split.values()))
-        return (split | {"data_wait": waited, "body": rest}, updates) if updates else None
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        split |= {"data_wait": waited, "body": rest, "other": max(0.0, stepped - sum(split.values()))}
+        return (split, updates) if updates else None
 
 
 class DevicePhases:
@@ -68,13 +67,10 @@ class DevicePhases:
         split, number = dict.fromkeys(PHASES, 0.0), 0
         while self.marked and self.marked[0][-1][1].query():
             laps, number = self.marked.pop(0), number + 1
-            idle = 0.0
-            for (_, before), (name, event) in pairwise(laps):
-                seconds = before.elapsed_time(event) / 1000
-                if name == _OUTSIDE:
-                    idle += seconds
-                else:
-                    split[name] += seconds
+            spans = [(name, start.elapsed_time(end) / 1000) for (_, start), (name, end) in pairwise(laps)]
+            for name, seconds in spans:
+                split[name] = split.get(name, 0.0) + seconds
+            idle = split.pop(_OUTSIDE)
             # The device had nothing to do: while the host waited for rows, then in the loop's body, else in the step.
             for phase, host in (("data_wait", waited), ("body", rest)):
                 part = min(idle, host / max(1, updates))
