@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import evener
 from evener import facts
 from evener.cli import main
-from evener.cli.plan import page
+from evener.cli.plan import leading, page, parser
 from evener.config import Config
 from evener.errors import ShortageError, UsageError
 from evener.gpus.values import Gpu, Link, Snapshot, to_json
@@ -158,6 +158,19 @@ def test_machines_by_name_by_recording_and_wrongly(tmp_path):
         making.machine_of(recorded=str(file), nproc=5)
     cpu = making.machine_of(cpu=True, nproc=2)
     assert cpu.device == "cpu" and 0 < cpu.capacity_bytes < 1 << 45
+
+
+@pytest.mark.parametrize(
+    "words, ours, scripts",
+    [
+        ("--gpu 4090 --json", "--gpu 4090 --json", ""),
+        ("--gpu=4090 --lr 0.1 --json", "--gpu=4090", "--lr 0.1 --json"),
+        ("--json -- --gpu 0", "--json", "--gpu 0"),
+        ("data.csv --gpu 0", "", "data.csv --gpu 0"),
+    ],
+)
+def test_options_may_follow_the_script(words, ours, scripts):
+    assert leading(words.split(), parser()) == (ours.split(), scripts.split())
 
 
 def test_a_plan_fills_what_is_open_and_nothing_else():

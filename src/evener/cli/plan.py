@@ -28,13 +28,14 @@ them; times are rough until this kind of GPU was calibrated by `evener bench`.
 """
 
 EXAMPLES = """\
-Everything after SCRIPT (or after -m MODULE) belongs to the script.
+Options may stand before or right after SCRIPT; the first word that is none of them, and all after `--`, are its own.
 
 examples:
   evener plan train.py                               for the GPUs of this machine, or its CPU
   evener plan --gpu H100-80GB train.py --lr 0.1      for one GPU that is not here
   evener plan --gpu A100-80GB --nproc 8 --nodes 2 train.py
   evener plan --gpus recorded.json train.py          for the machine that `evener gpus --record` was run on
+  evener plan train.py --gpu L40S --json -- --lr 0.1 the script's own arguments after `--`
   evener plan --set activation_checkpointing=full --gpu 4090 train.py
   evener plan --json --gpu 4090 --nproc 2 train.py > plan.json; evener run --plan plan.json train.py
 
@@ -45,7 +46,7 @@ exit codes: 0 a cut fits; 1 the script or its step cannot be planned; 2 a wrong 
 def parser() -> Parser:
     options = Parser(
         prog="evener plan",
-        usage="evener plan [options] SCRIPT [ARGS ...]\n       evener plan [options] -m MODULE [ARGS ...]",
+        usage="evener plan [options] SCRIPT [options] [-- ARGS ...]\n       evener plan [options] -m MODULE [ARGS ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
@@ -68,7 +69,10 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     options = parser()
     own, target = split(argv, options)
-    given = options.parse_args(own)
+    script = [] if "-m" in own else target[:1]
+    after, args = leading(target[len(script) :], options)
+    target = [*script, *args]
+    given = options.parse_args([*own, *after])
     if given.module is None:
         if not target:
             raise UsageError("evener plan: which script?", fix=["evener plan SCRIPT [ARGS ...], or -m MODULE; --help"])
@@ -88,7 +92,7 @@ def main(argv: list[str]) -> int:
         gpu=given.gpu, recorded=given.gpus, cpu=given.cpu, nproc=nproc, nodes=_count("--nodes", given.nodes)
     )
     machine = calibrated(machine, Path(given.calibration) if given.calibration else None)
-    words = ["-m", given.module, *(target[1:] if target[:1] == ["--"] else target)] if given.module else target
+    words = ["-m", given.module, *target] if given.module else target
     overrides = dict(to_override(word) for word in given.set)
     _say(f"running {given.module or target[0]} up to its Run")
     with Child(words, shim=shim_path(), overrides=overrides, seconds=_count("--timeout", given.timeout)) as child:
@@ -105,6 +109,14 @@ def main(argv: list[str]) -> int:
     else:
         print("\n".join(page(plan, captured, everything=given.all)))
     return 0 if plan.chosen is not None else EXIT_SHORTAGE
+
+
+def leading(words: list[str], options: Parser) -> tuple[list[str], list[str]]:
+    """Options of ours that follow the script, and the script's own words."""
+    i = 0
+    while i < len(words) and (action := options._option_string_actions.get(words[i].partition("=")[0])) is not None:
+        i += 1 if "=" in words[i] or action.nargs == 0 else 2
+    return words[:i], words[i + 1 :] if words[i : i + 1] == ["--"] else words[i:]
 
 
 def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterator[str]:
