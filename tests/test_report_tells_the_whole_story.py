@@ -399,6 +399,20 @@ def test_words_are_for_kinds_that_exist():
     assert tuple(words["phases"]) == PHASES
 
 
+def test_words_use_only_what_an_event_promises(tmp_path, capsys):
+    kinds = [kind for kind in records.WORDS["incidents"] if kind != "died"]
+    values = {name: f"its {name}" for kind in kinds for name in KINDS[kind][1]}
+    events = [
+        {"t": 2.0, "kind": kind, "update": 3, **{name: values[name] for name in KINDS[kind][1]}} for kind in kinds
+    ]
+    one = told(write(tmp_path / "run", start(0.0), *events), capsys)
+    assert [incident["kind"] for incident in one["incidents"]] == kinds
+    for incident in one["incidents"]:
+        assert incident["what"] and "unknown" not in incident["what"] and "{" not in incident["what"], incident
+    oom = next(incident for incident in one["incidents"] if incident["kind"] == "oom")
+    assert oom["what"].startswith("update 3, in the its phase on rank its ranks; made again with microbatches of its")
+
+
 def test_the_vendored_library_is_what_its_note_says():
     import hashlib
 
