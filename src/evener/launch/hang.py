@@ -26,9 +26,10 @@ _PHASES = [
     (r"checkpoint/|run/saving\.py", "", "save"),
     (r"engine/spread/", "forward", "forward"),
     (r"engine/spread/", "", "reduce"),
+    (r"engine/oom\.py", "agree", "reduce"),
     (r"engine/step\.py", "apply", "optimizer"),
     (r"engine/step\.py", "", "forward"),
-    (r"engine/(target|update|ema|scaler|schedule)\.py", "", "optimizer"),
+    (r"engine/(target|update|ema|scaler|schedule|flags)\.py", "", "optimizer"),
     (r"run/run\.py", "__init__", "start"),
     (r"run/run\.py", "_save", "save"),
     (r"run/run\.py", "_feed_batches|_prepared", "data"),
@@ -93,21 +94,19 @@ def described(logs: str, ranks: Mapping[int, int], seconds: float) -> LaunchErro
         time.sleep(0.02)
     time.sleep(0.05)  # the last lines of the last one
     stacks = {rank: records.read_stack(paths[rank], before[rank]) for rank in ranks}
-    moved = [rank for rank in ranks if states.get(rank) not in failure.STATES and _waits(stacks[rank])]
+    waits = {rank: bool(stack) and bool(_WAITS.search(stack[0].file)) for rank, stack in stacks.items()}
+    moved = [rank for rank in ranks if states.get(rank) not in failure.STATES and waits[rank]]
     still = [rank for rank in ranks if rank not in moved]
-    where = {rank: _where(stacks[rank]) for rank in ranks}
-    names = failure.ranks_text(still or moved)
-    text = f"{names} hang{'s' * (len(still or moved) == 1)}: nothing was done for {seconds:.0f} s"
-    if not still:
-        text = f"{names} wait for each other: nothing was done for {seconds:.0f} s"
+    what = f"hang{'s' * (len(still) == 1)}" if still else "wait for each other"
     evidence = []
     for rank in [*still, *moved]:
-        line = f"rank {rank} {'waits' if rank in moved else 'is'} {where[rank]}"
-        evidence += [line, *([failure.STATES[states[rank]]] if states.get(rank) in failure.STATES else [])]
+        evidence.append(f"rank {rank} {'waits' if rank in moved else 'is'} {_where(stacks[rank])}")
+        evidence += [failure.STATES[states[rank]]] if states.get(rank) in failure.STATES else []
     if not still:
-        evidence.append("not in the same collective, or over a network that lost it: --debug compares the calls")
+        evidence.append("not in the same call, or over a network that lost it (--debug compares the calls on GPUs)")
     evidence.append(f"logs: {failure.relative(logs, os.getcwd())}")
-    return LaunchError(text, evidence=evidence)
+    names = failure.ranks_text(still or moved)
+    return LaunchError(f"{names} {what}: nothing was done for {seconds:.0f} s", evidence=evidence)
 
 
 def _size(path: str) -> int:
@@ -115,11 +114,6 @@ def _size(path: str) -> int:
         return os.stat(path).st_size
     except OSError:
         return 0
-
-
-def _waits(stack: Sequence[Line]) -> bool:
-    """Its innermost frame is a communication: it waits for another rank."""
-    return bool(stack) and bool(_WAITS.search(stack[0].file))
 
 
 def phase_of(stack: Sequence[Line]) -> str:
