@@ -6,12 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import evener
+import evener.config
+from evener.errors import EXIT_LESSON, EXIT_MEMORY, LaunchError, MemoryLimitError
+from evener.launch.restart import Attempt, seconds_to_wait
+from evener.launch.supervise import Ending
+from evener.run.lesson import lesson_of
 from tests.models import make, mlp_rows, row_loss
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -81,8 +87,82 @@ def test_overlapped_ddp(tmp_path):
     check(tmp_path, "ddp", 2, 3)
 
 
+def test_a_lesson_is_no_restart_of_the_users():
+    def ended(code):
+        return Attempt(Ending(code, LaunchError("rank 1 failed")), 5.0)
+
+    assert seconds_to_wait([ended(EXIT_LESSON)], 0) == 1.0
+    assert seconds_to_wait([ended(EXIT_LESSON), ended(1)], 1) == 1.0
+    assert seconds_to_wait([ended(EXIT_LESSON), ended(1), ended(EXIT_LESSON)], 0) == 1.0
+    assert "out of memory 13 times" in str(seconds_to_wait([ended(EXIT_LESSON)] * 13, 5))
+    assert seconds_to_wait([Attempt(Ending(EXIT_LESSON, stopped=True), 5.0)], 3) is None
+    assert seconds_to_wait([ended(EXIT_MEMORY)], 0) is None
+
+
+def test_the_lesson_is_of_the_newest_unfinished_run_of_that_name(tmp_path):
+    def config(**keywords):
+        return evener.config.Config.merge({"global_batch_size": 64, "dir": tmp_path / "run", **keywords})
+
+    assert lesson_of(config()) == ({}, [])
+    for name, size in (("run", 8), ("run-2", 4)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lesson.json").write_text(json.dumps({"microbatch_size": size}))
+    learnt, (line,) = lesson_of(config())
+    assert learnt == {"microbatch_size": 4} and "run-2" in line and "delete it to forget" in line
+    assert lesson_of(config(microbatch_size=2)) == ({}, [])  # smaller already
+    assert lesson_of(config(resume="never")) == ({}, [])
+    (tmp_path / "run-2" / "lesson.json").write_text("torn{")
+    assert lesson_of(config()) == ({}, [])
+    (tmp_path / "run-2" / "lesson.json").write_text('{"microbatch_size": 4}')
+    (tmp_path / "run-2" / "finished").write_text("")
+    assert lesson_of(config()) == ({}, [])
+
+
+def test_resume_never_makes_it_the_end(tmp_path):
+    with pytest.raises(MemoryLimitError) as caught:
+        train(str(tmp_path / "run"), "optimizer", resume="never")
+    assert caught.value.exit_code == EXIT_MEMORY
+    assert str(caught.value).startswith(
+        "Out of memory in the optimizer's step.\n  CUDA out of memory. Tried to allocate 1"
+    )
+    assert 'resume="never": a restart would begin anew' in str(caught.value)
+    assert not (tmp_path / "run" / "lesson.json").exists()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("how", "nproc", "lesson"), [("fsdp", 2, 3), ("fsdp", 3, 2), ("optimizer", 1, 6)])
 def test_fsdp_and_a_proven_optimizer(tmp_path, how, nproc, lesson):
     check(tmp_path, how, nproc, lesson)
+
+
+DEAF = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import evener
+from evener.errors import LessonError
+if evener.rank() == 0:
+    time.sleep(1)
+    raise LessonError("Out of memory in the backward of 8 rows on rank 0.").of(4)
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_rank_that_hears_nothing_is_ended_in_seconds(tmp_path):
+    """torch's agent alone would wait half a minute for it, a collective ten."""
+    (tmp_path / "train.py").write_text(DEAF.format(root=ROOT))
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "evener", "run", "--cpu", "--nproc", "2", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=800, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    seconds = time.monotonic() - begin
+    attempts = done.stderr.count("start with the lesson in 1 s")
+    print(f"{seconds / 13:.1f} s an attempt")
+    assert done.returncode == EXIT_LESSON and attempts == 12, done.stderr
+    assert "out of memory 13 times, with ever smaller cuts" in done.stderr
+    assert seconds < 13 * 25  # 30 and more with the agent's patience

@@ -226,7 +226,7 @@ class Engine:
                 fix=['precision="fp16"', "or leave scaler out"],
             )
         whole = "a slice is computed alone, whatever fits" if self.cut.slice_size is not None else ""
-        if not whole and batchnorm != "frozen" and bn.has_batchnorm(self.model):
+        if not whole and batchnorm != "frozen" and (synchronised or bn.has_batchnorm(self.model)):
             whole = "BatchNorm would see fewer rows, and the result would be another"
         self.ladder = Ladder(self, why_whole=whole)
         self.targets: dict[str, Target] = {}

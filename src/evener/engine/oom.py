@@ -18,6 +18,7 @@ import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from evener import batch as batches
@@ -34,6 +35,7 @@ UNTRIED, STEPPED, PROVEN = range(3)  # of a target: nothing; its optimizer has s
 MARK = "out of memory"  # instead of what a rank has to say in the first update
 PHASES = ("forward", "backward", "reduction", "optimizer")
 _HEADROOM = 0.05  # of the device's memory, at the peak of an update
+_SPARE = 0.25  # of the host's free memory, for all ranks of a machine, while an optimizer has not stepped
 _SURVIVED = 8  # updates without headroom that prove a cut as well
 _CALM, _LONGEST_CALM = 256, 1 << 14  # updates before a larger cut is tried again; doubled when that was too much
 # Not everything that has no memory left says so by its type.
@@ -237,7 +239,21 @@ def _why_whole(engine: Engine, parts: Sequence[Part]) -> str:
 
 
 class Held:
-    """What `apply` changes, kept on the host until the optimizer has made its first step."""
+    """What `apply` changes, kept on the host until the optimizer has made its first step: made by `of`."""
+
+    @staticmethod
+    def of(engine: Engine, target: Target) -> Held | None:
+        """None where a rank cannot try again alone (its `apply` communicates), or the host has no room to spare."""
+        if engine.shards is not None or (engine.distributed and engine.before_step is not None):
+            return None
+        parameters = [p for group in target.optimizer.param_groups for p in group["params"]]
+        state = dict(target.optimizer.state)
+        size = sum(tensor.nbytes for tensor in (*parameters, *target.spread.gradients(), *_tensors(state)))
+        ranks = engine.group.place.local_world_size
+        if size * ranks > _SPARE * psutil.virtual_memory().available:
+            return None
+        target.settle()  # its schedule step belongs to the groups that are kept
+        return Held(engine, target)
 
     def __init__(self, engine: Engine, target: Target) -> None:
         self.target = target

@@ -224,9 +224,8 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
     """
     target, tally, sums, rows = done.target, done.tally, done.sums, done.rows
     held, unscaled, words = None, done.unscaled, ""
-    if target.trust == UNTRIED and engine.shards is None and not (engine.distributed and engine.before_step):
-        target.settle()
-        held = Held(engine, target)
+    if target.trust == UNTRIED:
+        held = Held.of(engine, target)
     while True:
         try:
             gradients = done.gradients

@@ -33,17 +33,18 @@ def seconds_to_wait(attempts: list[Attempt], allowed: int) -> float | str | None
         allowed: How many restarts the user allows.
     """
     newest = attempts[-1].ending
-    lessons = [one for one in attempts if one.ending.exit_code == EXIT_LESSON]
-    if newest.exit_code == EXIT_LESSON and not newest.stopped:  # not the user's restarts: the next start is another one
-        return 1.0 if len(lessons) <= _LESSONS else f"out of memory {len(lessons)} times, with ever smaller cuts"
+    failures = [one for one in attempts if one.ending.exit_code != EXIT_LESSON]
+    if newest.exit_code == EXIT_LESSON and not newest.stopped:  # not one of the user's restarts: it starts another cut
+        lessons = len(attempts) - len(failures)
+        return 1.0 if lessons <= _LESSONS else f"out of memory {lessons} times, with ever smaller cuts"
     if allowed == 0 or newest.stopped or newest.exit_code in _FINAL:
         return None
-    if len(attempts) - len(lessons) > allowed:
+    if len(failures) > allowed:
         return f"no restart is left of {allowed}"
-    if len(attempts) > 1 and _same(attempts[-2], attempts[-1]):
+    if len(failures) > 1 and _same(failures[-2], failures[-1]):
         return "it failed twice in the same way, soon after its start: not restarted"
     longest = _LONGEST_AFTER_A_KILL_SECONDS if newest.exit_code > 128 else _LONGEST_SECONDS
-    return float(min(longest, 2 ** (len(attempts) - 1)))
+    return float(min(longest, 2 ** (len(failures) - 1)))
 
 
 def why_again(attempts: list[Attempt], allowed: int) -> str:
