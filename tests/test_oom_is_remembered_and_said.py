@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -258,3 +259,19 @@ def test_drawn_limits_give_the_same_update(test_seed):
         assert update.rows == 11
         for one, other in zip(engine.model.parameters(), whole.model.parameters()):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def tight(updates):
+    """Whether the cut is proven after each update on a device that never has room to spare."""
+    with mock.patch("evener.engine.oom._is_tight", lambda device: evener.rank() == 1):
+        engine = engine_for(Memory(100))
+        proven = []
+        for k in range(updates):
+            engine.step(mlp_rows(4, seed=k))
+            proven.append(engine.targets[""].trust == PROVEN)
+        engine.close()
+    return proven
+
+
+def test_without_headroom_on_some_rank_it_takes_longer_to_prove(ranks):
+    assert ranks(2)(tight, 10) == [[False] * 8 + [True] * 2] * 2

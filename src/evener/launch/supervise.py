@@ -172,7 +172,7 @@ class _Supervisor:
                 EXIT_LESSON, self.launch.logs, self.launch.nproc, self.launch.first_rank
             ):
                 # The others wait for it in a collective, where no request reaches them: they are ended here.
-                self.deadline = time.monotonic() + 1.0
+                self.deadline = time.monotonic() + 0.5  # then TERM, and KILL 3 s later
 
     def _turn(self, seconds: float) -> None:
         """Waits for one thing to happen, for `seconds` at most, and deals with it."""
