@@ -32,6 +32,8 @@ TORCH_FREE_ROOMS = {
     "evener.cli.doctor": (),
     "evener.cli.top": (),
     "evener.report.live": ("psutil",),
+    "evener.report.page": (),
+    "evener.cli.report": (),
 }
 
 

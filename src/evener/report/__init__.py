@@ -1,4 +1,4 @@
-"""What a run tells: the line before training, the console, the run directory with its events and curves.
+"""What a run tells: the line before training, the console, the run directory, and what is read from that again.
 
 Nothing here imports torch. rich and tensorboard are imported when a bar or a curve is first drawn, on rank 0 only.
 
@@ -7,4 +7,7 @@ Nothing here imports torch. rich and tensorboard are imported when a bar or a cu
     folder.py     the run directory; its writers may fail without ending a training
     events.py     events.jsonl: the schema, the writer, the reader
     curves.py     TensorBoard's files, or the user's own logger
+    goodput.py    what interruptions cost
+    record.py     a run directory as bounded values; summary.py words them (words.toml), page.py makes the HTML
+    live.py       the runs of this machine, for `evener top`
 """

@@ -40,6 +40,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
             "a checkpoint was written; training waited for blocked_seconds",
             ("path", "seconds", "blocked_seconds"),
         ),
+        "checkpoint_failed": ("a checkpoint could not be written; the training goes on", ("text",)),
         "resume": (
             "the run continues from a checkpoint; later updates are made again",
             ("checkpoint", "redone_updates"),

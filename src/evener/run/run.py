@@ -806,9 +806,9 @@ class Run:
             self._saved(landed.number, landed.path, round(landed.seconds, 3), self._blocked, landed.notes)
             return
         self._not_saved = landed.failed
-        self._say(
-            f"no checkpoint of update {landed.number}: {landed.failed.cause} Training goes on; earlier ones stay."
-        )
+        line = f"no checkpoint of update {landed.number}: {landed.failed.cause} Training goes on; earlier ones stay."
+        self._out.console.say(f"  {line}")
+        self._out.folder.event("checkpoint_failed", update=landed.number - 1, text=line)
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         position = self.saving.restore(states)
