@@ -252,6 +252,7 @@ def test_from_a_script_to_a_plan_to_a_run(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert "global batch 32 = 1 rank x 4 microbatches x 8" in ran.stdout + ran.stderr
     config, events = (tmp_path / "runs" / "train" / name for name in ("config.json", "events.jsonl"))
+    assert "fp32 · single" in ran.stdout + ran.stderr  # what was given with --set is given to the run, too
     config, events = json.loads(config.read_text()), [json.loads(line) for line in events.read_text().splitlines()]
     assert config["microbatch_size"] == {"value": 8, "origin": "plan"}
     (peak,) = [event for event in events if event["kind"] == "peak"]

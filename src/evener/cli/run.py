@@ -347,14 +347,16 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         args=tuple(args),
         module=given.module is not None,
         nproc=nproc,
-        **planned,
+        decided=planned.get("decided", {}),
+        predicted=planned.get("predicted", {}),
         cpu=given.cpu,
         bind=not given.no_numa,
         logs=given.log_dir,
         tee=given.tee,
         debug=given.debug is not None,
         hang_after=None if given.hang_after is None else to_seconds(given.hang_after, "--hang-after"),
-        overrides=dict(to_override(word) for word in given.set)
+        overrides=planned.get("overrides", {})
+        | dict(to_override(word) for word in given.set)
         | ({"accept_changed_data": True} if given.accept_changed_data else {}),
     )
 

@@ -190,6 +190,7 @@ def make(
         untraced=tuple(dict.fromkeys(line for row in rows for line in row.untraced)),
         notes=(*_left(left), *_notes(rows, captured, machine)),
         keywords=_keywords(chosen, captured),
+        overrides={name: one["value"] for name, one in captured.given.items() if one["origin"] == "flag"},
     )
 
 
@@ -253,7 +254,7 @@ def read_plan_file(path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
     fix = ["evener plan --json SCRIPT > plan.json writes one"]
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-        keywords, chosen = values["keywords"], values["chosen"]
+        keywords, overrides, chosen = values["keywords"], values["overrides"], values["chosen"]
         if chosen is None:
             raise UsageError(f"{path} has no chosen cut: nothing fits.", evidence=values["because"], fix=fix)
         ranks, where = chosen["world_size"], values["machine"]
@@ -261,7 +262,8 @@ def read_plan_file(path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no plan.", evidence=[str(error) or repr(error)], fix=fix) from None
     predicted = {**peaks, "kind": where.get("kind"), "device": where.get("device")}
-    return None if where.get("nodes", 1) > 1 else int(ranks), {"decided": dict(keywords), "predicted": predicted}
+    planned = {"overrides": dict(overrides), "decided": dict(keywords), "predicted": predicted}
+    return None if where.get("nodes", 1) > 1 else int(ranks), planned
 
 
 def remember(entry: Mapping[str, Any]) -> None:

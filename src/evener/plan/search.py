@@ -79,7 +79,8 @@ class Plan:
     neighbours: tuple[str, ...] = ()
     untraced: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # decided, for what the script leaves open
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # given to the planning with --set
 
     def to_json(self) -> dict[str, Any]:
         """The contract of `evener plan --json`."""
@@ -91,6 +92,7 @@ class Plan:
             "notes": list(self.notes),
             "neighbours": list(self.neighbours),
             "keywords": dict(self.keywords),
+            "overrides": dict(self.overrides),
             "machine": {
                 "name": self.machine,
                 "device": self.device,
