@@ -143,7 +143,7 @@ def chaos(forks, folder, seed, kills, whole, each):
 
 
 def test_killed_at_random_on_a_number_of_processes_that_changes(forks, uninterrupted, tmp_path, test_seed):
-    chaos(forks, tmp_path, test_seed, 6, uninterrupted, 6)
+    chaos(forks, tmp_path, test_seed, 5, uninterrupted, 5)
 
 
 @pytest.mark.full
@@ -318,6 +318,7 @@ EVERYTHING = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_one_script_with_everything(forks, uninterrupted, tmp_path):
     play(forks, tmp_path / "run", EVERYTHING, uninterrupted)
 
