@@ -126,13 +126,15 @@ def test_less_is_kept():
 
 
 class HuggingFace(nn.Module):
-    """The two methods that its models have."""
+    """The two methods that its models have, and the flag."""
 
-    def __init__(self):
+    def __init__(self, on=False, able=True):
         super().__init__()
-        self.a, self.said = nn.Linear(2, 2), []
+        self.a, self.said, self.able, self.is_gradient_checkpointing = nn.Linear(2, 2), [], able, on
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
+        if not self.able:
+            raise ValueError("HuggingFace does not support gradient checkpointing.")
         self.said.append(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self):
@@ -144,6 +146,80 @@ def test_a_model_with_checkpointing_of_its_own_uses_it():
     handles, words = recompute(model, "full")
     handles[0].remove()
     assert model.said == [{"use_reentrant": False}, "disabled"] and words == "recompute full (the model's own)"
+    model = HuggingFace(on=True)
+    assert recompute(model, "full") == ([], "recompute full (the model's own)") and model.said == []
+    with pytest.raises(evener.EvenerError, match="HuggingFace refuses: HuggingFace does not support"):
+        recompute(HuggingFace(able=False), "full")
+
+
+@pytest.mark.full
+def test_a_real_hugging_face_model():
+    """Gradients of its own checkpointing are those without, and a block list may be given as for any model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=11, n_positions=8)
+
+    def gradients(what):
+        model = seeded(lambda: transformers.GPT2LMHeadModel(config)).train()
+        handles, _ = recompute(model, what)
+        torch.manual_seed(0)
+        model(data(4)[0], labels=data(4)[0], use_cache=False).loss.backward()
+        for handle in handles:
+            handle.remove()
+        return [p.grad for p in model.parameters()]
+
+    for what in ("full", "selective", ["GPT2Block"]):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(what), gradients("none"), strict=True))
+
+
+def hungry(bytes_kept, what, exact):
+    """An engine on a device that holds so many bytes of activations and no more."""
+    model = seeded(Net)
+    how = {"exact": True, "slice_size": 4} if exact else {"batchnorm": "frozen", "microbatch_size": 8}
+    engine = new_engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn,
+        strategy="single",
+        activation_checkpointing=what,
+        **how,
+    )
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        if sum(one.nbytes for one in kept) > bytes_kept:
+            kept.clear()
+            raise torch.OutOfMemoryError("no more")
+        return tensor
+
+    forward = engine.targets[""].spread.forward
+
+    def limited(*args):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*args)
+
+    engine.targets[""].spread.forward = limited
+    try:
+        for k in range(2):
+            engine.step(data(8, seed=k))
+        return engine.digest(), engine.recomputes
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_auto_computes_again_before_it_gives_up(exact):
+    """Not a bit of the result changes; without "auto" it is the end, and the error says so."""
+    expected, words = hungry(1 << 30, "auto", exact)
+    assert words == "recompute when memory runs out"
+    enough = 60_000 if exact else 9_000
+    digest, words = hungry(enough, "auto", exact)
+    assert words == "recompute full"
+    if exact:
+        assert digest == expected
+    with pytest.raises(evener.EvenerError, match='activation_checkpointing="full"'):
+        hungry(enough, None, exact)
 
 
 def test_the_blocks_stay_what_they_are():
@@ -174,7 +250,7 @@ def test_the_contract_line_says_it(tmp_path):
     ("what", "text"),
     [
         ("ful", "activation_checkpointing='ful' is not known"),
-        ("every:0", "is one of: none, full, selective, every:2, segments:4"),
+        ("every:0", "is one of: none, full, selective, every:2, segments:4, auto"),
         ("full:2", "'full:2' is not known"),
         ("segments:9", "the longest Sequential has 5 layers"),
         (["Blok"], "activation_checkpointing: 'Blok' is no name or class of a module"),

@@ -26,7 +26,7 @@ from evener.engine.optim import check_parameters
 from evener.engine.pins import Pins
 from evener.engine.precision import Precision, cast_parameters, decide
 from evener.engine.randomness import Randomness
-from evener.engine.recompute import recompute
+from evener.engine.recompute import LATER, recompute
 from evener.engine.saved import Saved, check_saved
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
@@ -471,6 +471,17 @@ class Engine:
         """With sync_every: the ranks average what they hold, now and not later. Collective; else nothing happens."""
         for target in self.targets.values():
             target.spread.meet()
+
+    def recompute_more(self) -> bool:
+        """activation_checkpointing="auto", and the smallest piece does not fit: every block is computed again from now
+        on. Called on all ranks alike; no communication. False where there is nothing (more) to do."""
+        if self.recomputes != LATER:
+            return False
+        self.recomputes = ""
+        with contextlib.suppress(UsageError):  # no block that is repeated: the error to come says what helps
+            handles, self.recomputes = recompute(self.model, "full")
+            self.hooks += handles
+        return bool(self.recomputes)
 
     def agreed(self) -> tuple[bool, bool]:
         """(stop, save): what any rank asked for, once it is known on every rank; the same answer on every rank at the

@@ -177,7 +177,7 @@ class Ladder:
             self.level, self.changed = self.level + 1, engine.number
             self.calm = min(2 * self.calm, _LONGEST_CALM) if self.grown else self.calm
             self.grown = False
-        elif self.tries:
+        elif self.tries and (phase == "optimizer" or not engine.recompute_more()):
             raise self.error(engine, phase, words, rows, 0, whole, list(failed))
         self.tries += not half
         fields = {"phase": phase, "ranks": list(failed), "microbatch_size": half or None, "text": words}

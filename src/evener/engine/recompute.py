@@ -19,7 +19,8 @@ from evener.engine.batchnorm import Exchanged
 from evener.engine.blocks import blocks_named, blocks_repeated
 from evener.errors import UsageError
 
-MODES = ("none", "full", "selective", "every:2", "segments:4")
+MODES = ("none", "full", "selective", "every:2", "segments:4", "auto")
+LATER = "recompute when memory runs out"
 
 # Kept by "selective": what costs far more to compute than to keep. Everything else is computed again.
 _KEPT = (
@@ -74,14 +75,16 @@ def recompute(model: Module, what: Any) -> tuple[list[Any], str]:
 
     Args:
         what: None or "none"; "full" (every repeated block), "selective" (the same, matrix products and attention kept),
-            "every:k" (every k-th block), "segments:n" (the largest Sequential in n parts), or a list of modules,
-            classes, or names of either.
+            "every:k" (every k-th block), "segments:n" (the largest Sequential in n parts), "auto" (nothing yet), or a
+            list of modules, classes, or names of either.
 
     Raises:
         UsageError: another word, or a model without such blocks.
     """
     if what is None or what == "none":
         return [], ""
+    if what == "auto":
+        return [], LATER
     if not isinstance(what, str):
         named = list(what) if isinstance(what, list | tuple | set) else [what]
         found = blocks_named(model, named, "activation_checkpointing")
@@ -99,7 +102,15 @@ def recompute(model: Module, what: Any) -> tuple[list[Any], str]:
         return _segments(model, int(number)), f"recompute in {number} segments"
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if word == "full" and callable(enable):  # Hugging Face's models know their own blocks
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if getattr(model, "is_gradient_checkpointing", False):  # the script's own doing stays
+            return [], "recompute full (the model's own)"
+        try:
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        except ValueError as error:  # a model that does not support it has the method too
+            raise UsageError(
+                f'activation_checkpointing="full": {type(model).__name__} refuses: {str(error).splitlines()[0]}',
+                fix=['name modules or classes: activation_checkpointing=["encoder.layer.0"]', 'or "every:1"'],
+            ) from None
         return [_Disable(model)], "recompute full (the model's own)"
     found = blocks_repeated(model)
     if not found:
