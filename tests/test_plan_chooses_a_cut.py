@@ -135,6 +135,9 @@ def test_one_more_and_one_less_are_told_and_the_page_is_100_columns_wide():
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith("global batch 64 = 2 ranks x 1 microbatch x 32 · bf16")
     assert sum(line.startswith("> ") for line in lines) == 1
+    saves = making.make(model(60, 40.0), captured(saves=True), machine(2), neighbours=False, everything=True)
+    lines = list(page(saves, captured(), everything=True))
+    assert max(map(len, lines)) <= 100 and any("offload" in line and "does not fit" in line for line in lines)
 
 
 def test_machines_by_name_by_recording_and_wrongly(tmp_path):

@@ -150,8 +150,8 @@ def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterat
     most = max((row.high_bytes or 0 for row in shown), default=0)
     unit, name = (1 << 30, "GiB") if most >= 2 << 30 else (1 << 20, "MiB")
     kept = any(row.cut.saved_activations != "keep" for row in shown)
-    head = ["", "strategy", "precision", "recompute", *(["saved"] if kept else []), "pieces", "alloc", "reserved"]
-    lines = [[*head, f"total {name}", "low-high", "update", "rows/s", ""]]
+    head = ["", "strategy", "dtype", "recompute", *(["saved"] if kept else []), "pieces", "alloc", "resv"]
+    lines = [[*head, "total", "low-high", "update", "rows/s", f"({name})"]]
     for row in shown:
         cut = row.cut
         lines.append(
