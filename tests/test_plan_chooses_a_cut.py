@@ -176,6 +176,23 @@ def test_options_may_follow_the_script(words, ours, scripts):
     assert leading(words.split(), parser()) == (ours.split(), scripts.split())
 
 
+def test_a_calibration_and_earlier_runs_are_read_and_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert making.calibrated(machine()).calibration == {} and making.remembered("H100-80GB") is None
+    for real in (90, 105):
+        making.remember({"kind": "H100-80GB", "predicted_bytes": 100, "real_bytes": real})
+    making.calibration_path().write_text(json.dumps({"gpus": {"H100-80GB": {"matmul": 0.7, "context_bytes": GIB}}}))
+    measured = making.calibrated(machine())
+    plan = making.make(model(10, 0.5), captured(), measured, neighbours=False)
+    assert "calibrated" in plan.notes
+    assert "2 planned runs on H100-80GB ended between -10.0% and +5.0% of their prediction" in plan.notes
+    (context,) = [term for term in plan.chosen.terms if "context" in term.name]
+    assert (context.bytes, context.how) == (GIB, "modelled")
+    making.calibration_path().write_text("[]")
+    with pytest.raises(UsageError, match="is no calibration"):
+        making.calibrated(machine())
+
+
 def test_a_plan_fills_what_is_open_and_nothing_else():
     code = {"global_batch_size": 64, "strategy": "auto", "precision": "fp32"}
     config = Config.merge(code, plan={"strategy": "fsdp", "precision": "bf16", "microbatch_size": 8})

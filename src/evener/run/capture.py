@@ -8,7 +8,7 @@ takes over: it tells what it found, answers requests for traces, and ends the pr
 Two pipes carry it, one JSON object a line:
 
     -> {"captured": {...}}                          <- {"cut": {...}, "device": "cuda", "capability": [9, 0]}
-    -> {"trace": {...}} or {"error": {cause, evidence, fix}} or {"error": ..., "aborted": true}
+    -> {"trace": {...}} or {"error": {cause, evidence, fix}}
 """
 
 from __future__ import annotations
