@@ -22,7 +22,8 @@ from typing import BinaryIO, cast
 
 from evener.errors import UsageError
 
-BLOCK = 1 << 20
+BLOCK = 1 << 18  # with 1 MiB the allocator kept up to 135 MB in pieces, and how much was chance
+LONGEST_READ = 4 << 20  # bytes without the end of a line
 HEAD_BYTES, TAIL_BYTES = 64 << 10, 96 << 10
 BEFORE_BYTES, AFTER_BYTES = 6 << 10, 3 << 10  # a traceback before its exception; a message after its first line
 LONGEST_LINE = 4096
@@ -68,7 +69,7 @@ class Selection:
             data = rest + block
             if block:
                 cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-                if cut == 0 and len(data) < 4 * BLOCK:
+                if cut == 0 and len(data) < LONGEST_READ:
                     rest = data
                     continue
                 data, rest = data[: cut or len(data)], data[cut or len(data) :]
