@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -253,6 +254,13 @@ def test_a_run_that_still_goes_is_shown_up_to_its_newest_word(tmp_path, capsys):
     assert "still going" in page_of(tmp_path / "run", capsys=capsys)
     folder.close()
     assert told(tmp_path / "run", capsys)["status"] == "died"
+
+
+@pytest.mark.parametrize("age, status", [(5.0, "going"), (5000.0, "died")])
+def test_a_run_of_another_machine_lives_as_long_as_it_speaks(tmp_path, capsys, age, status):
+    now = time.time()
+    folder = write(tmp_path / "run", start(now - 9000, host="elsewhere.invalid"), update(0, now - age))
+    assert told(folder, capsys)["status"] == status
 
 
 def test_many_events_become_few_points_and_extremes_stay(tmp_path, capsys):

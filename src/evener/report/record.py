@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import statistics
+import time
 import tomllib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -28,6 +30,7 @@ POINTS, INCIDENTS, NOTES, NAMES, TEXT, RANKS = 2000, 100, 60, 24, 600, 1024
 ORDINARY = {"start", "contract", "update", "phases", "epoch", "evaluate", "checkpoint", "finish", "peak"}
 ORDINARY |= {"warning", "torn"}
 WORDS = tomllib.loads(resources.files("evener.report").joinpath("words.toml").read_text("utf-8"))
+_SILENT_SECONDS = 120.0  # a run of another machine, whose lock cannot be seen, counts as alive for so long
 _SAYS = {"start": "going", "update": "going", "stop": "stopped", "finish": "finished", "error": "failed"}
 
 
@@ -141,7 +144,9 @@ class Record:
                 if isinstance(one, dict):
                     value, origin = clean(json.dumps(one.get("value")))[:TEXT], clean(one.get("origin"))[:40]
                     record.config[clean(name)[:60]] = {"value": value, "origin": origin}
-        if record.status == "going" and not in_use(path):
+        here = not record.starts or record.starts[-1].get("host") in (None, socket.gethostname())
+        alive = in_use(path) if here else time.time() - (record.newest or 0.0) < _SILENT_SECONDS
+        if record.status == "going" and not alive:
             record.status = "finished" if (path / "finished").exists() else "died"  # the loop was left with `break`
             if record.status == "died":
                 record._died()
