@@ -104,7 +104,10 @@ def listen(layout: Layout) -> socket.socket | None:
         say(f"the name {layout.head} is {', '.join(known) or 'not known'} here: other hosts are met on every interface")
     try:
         family = socket.AF_INET6 if ":" in at else socket.AF_INET
-        return socket.create_server((at, layout.port), family=family, backlog=max(128, layout.most))
+        server = socket.create_server((at, layout.port), family=family, backlog=max(128, layout.most))
+        where = f"{at}:{layout.port} ({interface_of(at)})" if at else f"port {layout.port}"
+        say(f"hosts meet at {where}, torch's store at port {layout.port + 1}: no password, so a private network only")
+        return server
     except OSError as error:
         if layout.rank is None and error.errno in (98, 48):  # in use: by the head, if this is one more on its host
             return None
