@@ -63,6 +63,7 @@ BEYOND_THE_DESIGN: dict[str, set[str]] = {
     # gpus: evener.device() takes an idle GPU under a lease, and explains CUDA_VISIBLE_DEVICES
     "dist": {"ending", "gpus"},
     "launch": {"ending"},
+    "doctor": {"launch"},  # one reader of Slurm's host lists
     "measure": {"batch", "dist"},  # a traced step gets batches of its own; the bench measures evener.comm itself
     "run": {"batch", "report", "measure"},  # the console, curves and run folder; a captured Run's step is traced
 }

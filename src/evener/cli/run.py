@@ -258,14 +258,14 @@ def together(
 ) -> int:
     """The same on several hosts: they meet, start, and end together. Returns the exit code, the same on all of them."""
     from evener.gpus.pick import parse_seconds
-    from evener.launch import meeting
+    from evener.launch.head import join
 
     wait = parse_seconds(given.join_timeout, "--join-timeout")
     what = " ".join(
         [*(("-m",) if request.module else ()), request.script, *request.args, *map(repr, sorted(given.set))]
     )
     job, attempt = None, 0
-    with meeting.join(hosts, run_id, wait, int(given.restarts), nproc, what) as tie:
+    with join(hosts, run_id, wait, int(given.restarts), nproc, what) as tie:
         while True:
             round = tie.gather(job, attempt)
             launch = launch_of(round.attempt, round, run_id=round.job)

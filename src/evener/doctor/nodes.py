@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import socket
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from typing import Any
 
 from evener.doctor.facts import Facts, reverse_dns
 from evener.errors import UsageError
+from evener.launch.layout import expand as expand
 
 PORT = 29477
 FIELDS = dataclasses.fields(Facts)
@@ -81,17 +81,6 @@ def members(given: str, head: str | None, environ: Mapping[str, str]) -> Members
             "or under Slurm: srun --ntasks-per-node=1 evener doctor --nodes",
         ],
     )
-
-
-def expand(text: str) -> list[str]:
-    """Slurm's short form: "gpu[01-03,7],login" -> gpu01 gpu02 gpu03 gpu7 login"""
-    found: list[str] = []
-    for name, inside, tail in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
-        for part in inside.split(",") if inside else [""]:
-            first, _, last = part.partition("-")
-            numbers = [first] if not last else [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
-            found += [f"{name}{number}{tail}" for number in numbers]
-    return found
 
 
 def addresses(name: str) -> list[str]:
