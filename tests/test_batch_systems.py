@@ -97,6 +97,7 @@ def test_without_gpus_nothing_is_asked_for(folder, capsys):
         (["--sbatch", "--nodes", "2:3"], "--nodes 2:3: a batch job has a fixed number of hosts.\n  fix: --nodes 4"),
         (["--sbatch", "--gpus", "0,3"], "--gpus 0,3: in a batch job it is how many per host.\n  fix: --gpus 8"),
         (["--sbatch", "--trainjob", "i"], "--sbatch and --trainjob: one of them."),
+        (["--debug=single", "--nodes", "2", "--head", "h"], "--debug=single is for one host."),
         (["--requeue"], "--requeue: this is no Slurm job (SLURM_JOB_ID is not set)."),
         (["--set", "microbatchsize=2"], "fix: --set microbatch_size=2 is the closest"),
         (["--set", "bogus=1"], "--set bogus=1: evener.Run has no keyword 'bogus'.\n  fix: --set "),

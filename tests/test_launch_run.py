@@ -268,6 +268,34 @@ def test_two_jobs_at_once_and_a_killed_agent_leaves_no_rank(job):
     second.finish()
 
 
+LOADS = """
+import os, torch
+from torch.utils.data import DataLoader
+if __name__ == "__main__":
+    rows = DataLoader(torch.arange(10**6), batch_size=4, num_workers=2, persistent_workers=True)
+    for i, row in enumerate(rows):
+        if i == 3:
+            print("sleeps", flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whom", ["launcher", "agent", "rank"])
+def test_a_kill_of_launcher_agent_or_rank_leaves_no_data_worker(job, tmp_path, whom):
+    script = tmp_path / "loads.py"
+    script.write_text(LOADS)
+    one = job(script)
+    processes = one.wait_until_started()
+    assert len(processes) >= 7, "the agent, two ranks, two data workers of each"
+    rank = json.loads((logs_of(one.cwd) / "rank1.json").read_text())["pid"]
+    os.kill({"launcher": one.process.pid, "agent": processes[0].pid, "rank": rank}[whom], signal.SIGKILL)
+    started = time.monotonic()
+    # 2 s are promised on an idle machine; this bound tells "soon" from "when the data is over".
+    assert not gone_after(processes, 30)
+    print(f"{whom}: all gone after {time.monotonic() - started:.2f} s")
+    one.finish()
+
+
 # --- the console ----------------------------------------------------------------------------------------------------
 
 

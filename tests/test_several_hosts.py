@@ -5,9 +5,12 @@ Hosts are network namespaces; where they cannot be made the tests are skipped, w
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -141,6 +144,25 @@ def test_another_command_on_one_host_is_refused_by_name(hosts):
     assert finish(other, first) == [1, 1]
     text = hosts.out(2).read_text()
     assert "another command: sum.py --lr 1 here, sum.py --lr 0.1 on host1" in text, text
+
+
+def test_a_stranger_at_the_port_is_no_host_and_writes_on_no_terminal(tmp_path):
+    (tmp_path / "sum.py").write_text(SUM)
+    port = 31001 + os.getpid() % 20000 // 2 * 2
+    command = [sys.executable, "-m", "evener", "run", "--cpu", "--nodes", "3", "--head", f"127.0.0.1:{port}"]
+    head = subprocess.Popen(
+        [*command, "--join-timeout", "6", "sum.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )  # fmt: skip
+    assert f"hosts meet at 127.0.0.1:{port} (lo)" in head.stdout.readline()
+    hello = {"name": "\x1b[2Jevil", "label": None, "rank": None, "nproc": 1, "what": "sum.py", "head": False, "port": 1}
+    with contextlib.ExitStack() as open_lines:
+        for text in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": {}}\n', b'{"hello": []}\n', b"\x80\x04pickle\n"):
+            open_lines.enter_context(socket.create_connection(("127.0.0.1", port), 30)).sendall(text)
+        line = open_lines.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+        line.sendall(json.dumps({"hello": {**hello, "job": None, "attempt": 0}}).encode() + b"\n")
+        out = head.communicate(timeout=LONG)[0]
+    assert head.returncode == 1 and "2 of 3 hosts arrived" in out and "3 of 3" not in out, out
+    assert "?[2Jevil" in out and "\x1b" not in out
 
 
 # --- something breaks -------------------------------------------------------------------------------------------------

@@ -158,6 +158,8 @@ def main(argv: list[str]) -> int:
             f"{hosts.source} started one task for every rank, and --nproc {request.nproc} asks for more in each.",
             fix=["leave --nproc out", "or srun --ntasks-per-node=1 evener run SCRIPT"],
         )
+    if hosts is not None and given.debug == "single":
+        raise UsageError("--debug=single is for one host.", fix=["--debug, or --debug=single --nodes 1 on one of them"])
     if hosts is not None and request.nproc is None:
         request = dataclasses.replace(request, nproc=hosts.nproc)
     if given.requeue:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from evener.errors import LaunchError
 from evener.launch.console import say
+from evener.launch.failure import clean
 from evener.launch.layout import Layout
 from evener.launch.meeting import (
     BEAT_SECONDS,
@@ -162,6 +163,8 @@ class Head(threading.Thread):
         return [guest for guest in self.guests if guest.name]
 
     def _welcome(self, guest: _Guest, hello: dict[str, Any]) -> None:
+        # What came over the network is shown on terminals.
+        hello |= {key: clean(str(hello[key]), 200) for key in ("name", "what")}
         label, rank, most = " ".join(filter(None, (hello["name"], hello["label"]))), hello["rank"], self.layout.most
         others = self._named()
         taken = [one.name for one in others if rank is not None and one.hello["rank"] == rank]
