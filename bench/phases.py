@@ -1,7 +1,8 @@
 """What it costs to know where a step's time goes: the same engine with and without a clock reading per phase.
 
-The pair is one engine and one process; only `engine.lap` differs. The smallest update in these tables is the worst
-case: nobody trains it. The second part is what a rank writes every second, per second.
+The pair is one engine and one process; only `engine.lap` differs, update by update in turns. Its difference has a noise
+that is larger than itself on a busy machine, so the readings are timed alone as well. The smallest update in these
+tables is the worst case: nobody trains it. The second table is what a rank writes at most once a second.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,15 +42,17 @@ def digits() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def run(quick: bool) -> list[Table]:
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     digits_batch = torch.randn(64, 64), torch.randint(0, 10, (64,))
     cases = {
-        "smallest MLP, 8 rows": (make("SGD"), make_batch(), None, 100),
-        "smallest MLP, 4 microbatches of 2": (make("SGD"), make_batch(), 2, 40),
-        "digits' MLP, 64 rows": (digits(), digits_batch, None, 20),
+        "smallest MLP, 8 rows": (make("SGD"), make_batch(), 1, 4000),
+        "smallest MLP, 4 microbatches of 2": (make("SGD"), make_batch(), 4, 1500),
+        "digits' MLP, 64 rows": (digits(), digits_batch, 1, 1000),
     }
-    table = Table("Phases of a step", ["update", "without, us", "clock readings added, us", "share"])
-    for name, (parts, batch, microbatch, updates) in cases.items():
-        engine = Engine(*parts, loss_fn, device="cpu", precision="fp32", microbatch_size=microbatch)
+    columns = ["update", "without, us", "paired: added, us", "95 % of its noise, us", "readings alone, us", "share"]
+    table = Table("Phases of a step", columns)
+    for name, (parts, batch, pieces, rounds) in cases.items():
+        engine = Engine(*parts, loss_fn, device="cpu", precision="fp32", microbatch_size=len(batch[0]) // pieces)
 
         def update(engine: Engine, lap: Lap, batch: Batch) -> None:
             engine.lap = lap
@@ -58,13 +62,23 @@ def run(quick: bool) -> list[Table]:
             name: functools.partial(update, engine, lap, batch)
             for name, lap in (("without", engine.lap), ("measured", HostPhases().lap))
         }
-        blocks = max(5, updates // (4 if quick else 1))
-        times = interleave(pair, updates=blocks, rounds=9 if quick else 31, warm_up=20)
+        # One update each in turns: a difference this small drowns in what changes between longer blocks.
+        times = interleave(pair, updates=1, rounds=rounds // (10 if quick else 1), warm_up=20)
         added, base = times.added("measured", "without"), times.median("without")
-        table.add(name, f"{base * 1e6:.0f}", f"{added * 1e6:+.2f}", f"{100 * added / base:+.2f} %")
-        table.note(verdict(f"{name}: share of a step", added / base, TARGET))
+        apart = sorted(a - b for a, b in zip(times.seconds["measured"], times.seconds["without"]))
+        quarters = apart[3 * len(apart) // 4] - apart[len(apart) // 4]
+        noise = 1.96 * 1.25 * quarters / 1.35 / len(apart) ** 0.5  # of a median
+        alone = (3 + 2 * pieces) * (_call(HostPhases().lap) - _call(bool))
+        figures = (f"{base * 1e6:.0f}", f"{added * 1e6:+.2f}", f"{noise * 1e6:.2f}", f"{alone * 1e6:.2f}")
+        table.add(name, *figures, f"{100 * alone / base:.2f} %")
+        table.note(verdict(f"{name}: share of a step", alone / base, TARGET))
         engine.close()
     return [table, _written()]
+
+
+def _call(lap: Lap) -> float:
+    """Seconds of one call: the least of 20 blocks."""
+    return min(timeit.repeat(lambda: lap("forward"), number=5000, repeat=20)) / 5000
 
 
 def _written() -> Table:
