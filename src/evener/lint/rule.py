@@ -1,4 +1,7 @@
-"""A rule: one class with a check; its docstring is its page, and its examples are its unit test."""
+"""A rule: one class with a check; its docstring is its page, and its examples are its unit test.
+
+A new one needs its class in `rules/`, its Chinese text in zh.toml, and `python -m evener.lint.pages > docs/lint.md`.
+"""
 
 from __future__ import annotations
 
