@@ -215,6 +215,11 @@ def test_at_many_operations_of_one_of_several_ranks(ranks, world, case, test_see
         on_several(ranks, world, case, n % 2, draw.randrange(world), draw.random(), draw.choice(["before", "after"]))
 
 
+def test_a_rank_without_rows_makes_the_update_again_too(ranks):
+    """Three slices on four ranks, in an update that is not the first: the last one's error voids the others' work."""
+    on_several(ranks, 4, "exact", 1, 3, 0.4, "before")
+
+
 def test_the_control_fails_without_the_transaction():
     """Cut and try again, with nothing undone: if this were equal too, the tests above would prove nothing."""
     want = train("fast")

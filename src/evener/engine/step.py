@@ -124,6 +124,7 @@ def _pieces(
     known = None if engine.batch.exact else rows
     # Nothing travels before all ranks are known to have come through, unless that was proven.
     overlap = engine.distributed and (target.trust == PROVEN or not engine.ladder.votes)
+    target.phase = "forward"  # also of a rank without rows
     spread.begin(nominal or 1)
     if buffers.any:
         buffers.begin()
