@@ -131,7 +131,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_stop_that_was_saved_requeues_the_job(tmp_path, fails):
     (tmp_path / "saves.py").write_text(SAVES)
     stand_in = tmp_path / "bin" / "scontrol"
