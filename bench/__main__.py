@@ -10,7 +10,7 @@ import platform
 import sys
 from pathlib import Path
 
-PARTS = ("step", "gpt", "ddp", "exact", "data", "checkpoint", "task", "launch", "phases")
+PARTS = ("step", "gpt", "ddp", "exact", "data", "checkpoint", "task", "launch", "phases", "plan")
 
 
 def main() -> int:

@@ -27,11 +27,15 @@ class Measured:
 
 
 def really(case: Case) -> Measured:
-    """Two real updates from nothing: the running sum of the profiler's allocation events, models and state included."""
+    """Two real updates from nothing: the running sum of the profiler's allocation events, models and state included.
+
+    On one thread: some kernels take scratch for each."""
     from evener import batch as batches
     from evener.engine import Engine
 
     rows = case.cut.microbatch_size * case.cut.microbatches
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         model, optimizer, loss_fn, batch = case.make(rows)
         sliced = any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules())
@@ -51,6 +55,7 @@ def really(case: Case) -> Measured:
         parts = [(i, stop - start, batches.part(batch, start, stop)) for i, (start, stop) in engine.cut.numbered(rows)]
         for _ in range(2):
             engine.step_parts(parts, rows)
+    torch.set_num_threads(threads)
     return _peaks(prof)
 
 

@@ -12,6 +12,9 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from bench import plan as bench
@@ -19,6 +22,7 @@ from bench.plan_models import MODELS, Case, Gpt, Mlp, class_loss, draw, token_lo
 from evener import Mean
 from evener.errors import EvenerError
 from evener.measure import private
+from evener.measure.ledger import Ledger
 from evener.measure.trace import Step
 from evener.plan import estimate
 from evener.plan.memory import Family, by_category, peak_of
@@ -26,8 +30,7 @@ from evener.plan.values import Alloc, Cut, Estimate, Free, Share, Trace
 
 
 def gpt_step(**keywords) -> Step:
-    torch.manual_seed(0)
-    model = Gpt()
+    model = Gpt(layers=2)
     return Step(model, torch.optim.AdamW(model.parameters()), token_loss, torch.randint(0, 500, (2, 33)), keywords)
 
 
@@ -39,7 +42,6 @@ SAMPLED = [
     Case("GPT", "AdamW fused", Cut("single", "fp32", "none", microbatch_size=32, microbatches=1), True),
     Case("GPT", "AdamW foreach", Cut("single", "bf16", "full", microbatch_size=32, microbatches=2), False),
     Case("LSTM", "SGD momentum", Cut("single", "fp32", "none", microbatch_size=64, microbatches=1), False),
-    Case("MLP", "AdamW for-loop", Cut("single", "fp32", "segments:2", microbatch_size=4096, microbatches=2), True),
 ]
 
 
@@ -71,7 +73,7 @@ def test_events_are_lives_and_survive_json():
         elif isinstance(event, Free):
             del born[event.id]  # nobody dies twice
     kept = by_category([Share(one.category, one.module, one.bytes) for one in born.values()])
-    parameters = sum(one.numel() * 4 for one in Gpt().parameters())
+    parameters = sum(one.numel() * 4 for one in Gpt(layers=2).parameters())
     assert kept["parameter"] == parameters
     assert 2 * parameters <= kept["optimizer"] < 2 * parameters + 4 * 100  # and one step count per parameter
     assert "activation" not in kept and "gradient" not in kept, "nothing of an update outlives it"
@@ -83,16 +85,16 @@ def test_what_is_alive_at_the_peak_is_named_by_category_and_module():
     sizes = by_category(peak.at_peak)
     assert next(iter(sizes)) == "activation"
     inside = {share.module for share in peak.at_peak if share.category == "activation"}
-    assert {"blocks.0.norm1", "blocks.3.mlp.1"} <= inside
-    one = next(share for share in peak.at_peak if (share.category, share.module) == ("activation", "blocks.2.mlp.1"))
+    assert {"blocks.0.norm1", "blocks.1.mlp.1"} <= inside
+    one = next(share for share in peak.at_peak if (share.category, share.module) == ("activation", "blocks.0.mlp.1"))
     assert one.bytes == 32 * 32 * 4 * 64 * 4  # GELU's result; its input belongs to the layer that made it
 
 
 def test_checkpointing_moves_the_peak_down_and_accumulation_moves_it_up():
     plain, full = (peak_of(gpt_step().trace(Cut("single", "fp32", c, microbatch_size=32))) for c in ("none", "full"))
     twice = peak_of(gpt_step().trace(Cut(microbatch_size=32, microbatches=2)))
-    assert full.bytes < 0.75 * plain.bytes
-    gradients = sum(one.numel() * 4 for one in Gpt().parameters())
+    assert full.bytes < 0.85 * plain.bytes
+    gradients = sum(one.numel() * 4 for one in Gpt(layers=2).parameters())
     assert twice.phases["forward"] >= plain.phases["forward"] + gradients
 
 
@@ -108,7 +110,7 @@ def test_rows_that_are_not_traced_stay_in_the_batch():
 def test_two_microbatches_give_every_other_one():
     made = [gpt_step().trace(cut) for cut in estimate.support(Cut(microbatch_size=64, microbatches=3))]
     family = Family(made)
-    for size in (3, 64):
+    for size in (3, 48):
         cut = Cut(microbatch_size=size, microbatches=3)
         said, traced = peak_of(family.trace(cut)), peak_of(gpt_step().trace(cut))
         assert said.bytes == pytest.approx(traced.bytes, rel=1e-3), size
@@ -119,7 +121,7 @@ def test_two_microbatches_give_every_other_one():
 def test_shards_of_many_ranks_follow_from_two_and_four():
     cut = Cut("fsdp", "bf16", microbatch_size=2, world_size=64)
     family = Family([gpt_step().trace(one) for one in estimate.support(cut)])
-    for world in (8, 16):
+    for world in (16,):
         said = peak_of(family.trace(Cut("fsdp", "bf16", microbatch_size=2, world_size=world)))
         traced = peak_of(gpt_step().trace(Cut("fsdp", "bf16", microbatch_size=2, world_size=world)))
         assert said.bytes == pytest.approx(traced.bytes, rel=0.01), world
@@ -200,7 +202,7 @@ def test_forked_tracing_leaves_the_objects_alone_and_an_abort_is_an_error():
 def test_cuda_autocast_keeps_more_in_fp32_than_the_cpus():
     cpu = peak_of(gpt_step().trace(Cut("single", "bf16", microbatch_size=16)))
     cuda = peak_of(gpt_step().trace(Cut("single", "bf16", microbatch_size=16), device="cuda", capability=(9, 0)))
-    norms = 9 * 16 * 32 * 64 * 2  # nine layer norms' results: fp32 on CUDA, bf16 on the CPU
+    norms = 5 * 16 * 32 * 64 * 2  # five layer norms' results: fp32 on CUDA, bf16 on the CPU
     assert by_category(cuda.at_peak)["activation"] > by_category(cpu.at_peak)["activation"] + norms / 2
 
 
@@ -254,3 +256,62 @@ def test_no_gradient_of_an_update_lives_through_the_next_ones_forward():
             elif isinstance(one, Free):
                 del alive[one.id]
         assert not [one for one in alive.values() if one.category == "gradient"], strategy
+
+
+# ------------------------------------------------------------------------------------------------ torch's own trackers
+
+
+def plain_loop(model, optimizer, batch, between=lambda: None):
+    for _ in range(2):
+        token_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        between()
+
+
+def sharded_gpt(world: int):
+    model = Gpt(width=256)
+    mesh = private.outside(torch.distributed.device_mesh.init_device_mesh)("cpu", (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_peaks_agree_with_torchs_mem_trackers_to_a_mebibyte(world):
+    def make():
+        model = Gpt(width=256) if world == 1 else sharded_gpt(world)
+        return model, torch.optim.AdamW(model.parameters(), foreach=True), torch.zeros(16, 33, dtype=torch.int64)
+
+    with private.one_rank_of(world), private.fake_mode():
+        model, optimizer, batch = make()
+        tracker = MemTracker() if world == 1 else FSDPMemTracker(model, optimizer)
+        if world == 1:
+            tracker.track_external(model, optimizer)
+        else:
+            tracker.track_inputs((batch,))
+        with tracker:
+            plain_loop(model, optimizer, batch, tracker.reset_mod_stats)
+        theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+        del model, optimizer, batch, tracker
+
+    ledger = Ledger({})
+    with private.one_rank_of(world), private.fake_mode(), ledger.watching():
+        plain_loop(*make())
+        events, marks = ledger.finished([0, 0])
+    mine = peak_of(Trace(Cut(world_size=world), events, (marks[0], marks[1]))).bytes
+    assert abs(mine - theirs) < 2**20, (mine / 2**20, theirs / 2**20)
+
+
+def test_offloaded_activations_leave_a_gpu_and_hsdp_shards_by_its_replicas():
+    def peak(**factors):
+        return peak_of(gpt_step().trace(Cut(precision="bf16", microbatch_size=32, **factors), device="cuda"))
+
+    kept, away = peak(), peak(saved_activations="offload")
+    assert away.phases["forward"] < 0.6 * kept.phases["forward"] and away.bytes < 0.6 * kept.bytes
+    held = [
+        by_category(peak_of(gpt_step().trace(cut)).at_peak)["optimizer"]
+        for cut in (Cut("hsdp", world_size=8, replicas=2), Cut("fsdp", world_size=4))
+    ]
+    assert held[0] == pytest.approx(held[1], rel=0.01), "four shards each"

@@ -25,6 +25,7 @@ from evener.errors import UsageError, one_of
 
 MODES = ("keep", "offload", "int8")
 
+_PLAIN: tuple[type, ...] = (torch.Tensor,)  # a trace has another kind
 _SMALL = 1 << 14  # bytes; below, taking a tensor away costs more than it frees
 _SPREAD = 4  # a view may take so many times its own size with it
 _BLOCK = 256  # elements that share a scale
@@ -127,7 +128,7 @@ class Saved:
     def _span(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(first element, elements) of the memory to take for this tensor; None for none."""
         nbytes = tensor.nbytes
-        if nbytes < self.small or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        if nbytes < self.small or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         if tensor.device.type != self.device.type or tensor.is_conj() or tensor.is_neg() or _of_parameter(tensor):
             return None

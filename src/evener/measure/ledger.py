@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -22,7 +23,7 @@ from evener.plan import estimate
 from evener.plan.values import Alloc, Collective, Event, Free, Op
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_KNOWN = (torch.Tensor, torch.nn.Parameter)
+_KNOWN = (torch.Tensor, torch.nn.Parameter, private.FakeTensor)
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 
 
@@ -56,7 +57,7 @@ class Ledger(private.TorchDispatchMode):
         self.stack: list[str] = []
         self.numbers: list[int] = []  # of autograd nodes, where the module changes, and the module from there on
         self.modules: list[str] = []
-        self.fake_type: Any = None
+        self.suspects: dict[int, Any] = {}  # storages under a weak reference of torch's, which hides their death
         self.additions: list[tuple[int, set[int]]] = []  # where gradients may have met, and what was added
 
     # ------------------------------------------------------------------------------------------------ where we are
@@ -146,7 +147,9 @@ class Ledger(private.TorchDispatchMode):
     def _died(self, key: int, life: _Life) -> None:
         if life.ref is not None:
             life.ref = None
-            self.living.pop(key, None)
+            if self.living.get(key) is life:
+                del self.living[key]
+            self.suspects.pop(key, None)
             self.events.append(Free(life.id, self.phase))
 
     def _resized(self, storage: Any, size: int) -> None:
@@ -157,6 +160,18 @@ class Ledger(private.TorchDispatchMode):
             life = None
         if life is None and size:
             self._born(storage, size, "parameter")
+
+    def weak(self) -> type:
+        """StorageWeakRef, whose storages are asked at every operation whether they still live."""
+        suspects, living = self.suspects, self.living
+
+        class Watched(StorageWeakRef):
+            def __init__(self, storage: Any) -> None:
+                super().__init__(storage)  # type: ignore[no-untyped-call]
+                if storage._cdata in living:
+                    suspects[storage._cdata] = self
+
+        return Watched
 
     def noting(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """`call`, whose results are tensors that no operation makes."""
@@ -185,13 +200,12 @@ class Ledger(private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for key in [key for key, ref in self.suspects.items() if ref.expired()]:
+            self._died(key, self.living[key])
         if func.namespace == "prim":  # a look at a fake tensor's device
             return func(*args, **kwargs)
         for kind in types:
-            if kind not in _KNOWN and kind is not self.fake_type:
-                if kind.__name__ == "FakeTensor":
-                    self.fake_type = kind
-                    continue
+            if kind not in _KNOWN:
                 return NotImplemented  # a DTensor: its own operations on plain tensors come by later
         if func.namespace == "c10d":
             return self._collective(func, args)
@@ -199,9 +213,13 @@ class Ledger(private.TorchDispatchMode):
         if kwargs:
             inputs += _tensors(tuple(kwargs.values()))
         for one in inputs:
-            if type(one) is not self.fake_type:
+            if type(one) is not private.FakeTensor:
                 self._outside(one)
-        result = func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.set_:  # a fake tensor's cache would keep the storage for ever
+            with private.exchanged(args[0].fake_mode, "cache_enabled", False):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         if func is _RNN:
             result = (*result[:3], torch.empty(_rnn_workspace(args), dtype=torch.uint8))
         outputs = list(_tensors((result,)))
@@ -279,6 +297,16 @@ class Ledger(private.TorchDispatchMode):
                     events[i - 1 : j + 1] = [old, new, *events[i:j]]
                     break
                 j += 1
+
+    def leave_out(self, before: int) -> int:
+        """Forget what lived and died before a position: while an engine is made that is the host's memory, not a
+        GPU's. Returns the new position."""
+        dead = {one.id for one in self.events[:before] if isinstance(one, Free)}
+        kept = [one for one in self.events[:before] if not (isinstance(one, _Life | Free) and one.id in dead)]
+        self.events[:before] = kept
+        gone = before - len(kept)
+        self.additions = [(i - gone, ids) for i, ids in self.additions]
+        return len(kept)
 
     def finished(self, marks: list[int]) -> tuple[tuple[Event, ...], list[int]]:
         """All events in order, and where the given positions are now that what lived before comes first."""

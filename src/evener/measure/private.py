@@ -17,14 +17,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from evener.errors import EvenerError
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
-__all__ = ["DATA_DEPENDENT", "TorchDispatchMode"]
+__all__ = ["DATA_DEPENDENT", "FakeTensor", "TorchDispatchMode"]
 
 
 def fake_mode() -> FakeTensorMode:

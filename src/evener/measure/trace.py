@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -21,12 +22,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from evener import batch as batches
 from evener import errors
-from evener.engine import Engine, shards
+from evener.engine import Engine, saved, shards
 from evener.engine import batchnorm as bn
 from evener.engine.oom import PROVEN
 from evener.engine.optim import _FUSED, check_rowwise
@@ -40,6 +42,7 @@ from evener.plan.values import Cut, Trace
 
 # Keywords of Run that the step depends on, apart from those a Cut decides.
 STEP_KEYWORDS = (
+    "precision",
     "exact",
     "coupled",
     "max_grad_norm",
@@ -62,7 +65,7 @@ class Step:
     Args:
         model, optimizer, loss_fn: As for `Run`; a model on the meta device is all right.
         batch: At least one row, as the data gives it; its shapes are taken, not its values.
-        keywords: Of `Run`. Those in STEP_KEYWORDS count.
+        keywords: Of `Run`. Those in STEP_KEYWORDS count; a `precision` by part ({"param": ...}) goes before the cut's.
         optimizer_name: Which one, where there are several.
     """
 
@@ -130,6 +133,10 @@ class Step:
                     private.faked(tensor)
                     ledger.tag(tensor, "optimizer")
             _choose_kernels(optimizer, device, exact=bool(self.keywords.get("exact")))
+        stack.enter_context(private.exchanged(saved, "_PLAIN", (torch.Tensor, private.FakeTensor)))
+        stack.enter_context(private.exchanged(saved, "StorageWeakRef", ledger.weak()))
+        if device == "cuda":
+            stack.enter_context(private.exchanged(saved, "OnHost", _pinned()))
         pieces = min(_PIECES, cut.microbatches)
         engine = self._engine(cut, pieces)
         target = engine._target(self.optimizer_name)
@@ -150,6 +157,8 @@ class Step:
             (number, stop - start, batches.part(batch, start, stop, self.keywords.get("split")))
             for number, (start, stop) in engine.cut.numbered(total)
         ]
+        if device == "cuda":
+            ledger.leave_out(len(ledger.events))
         marks = []
         for _ in range(2):
             marks.append(len(ledger.events))
@@ -189,8 +198,8 @@ class Step:
                     told: dict[str, Any] = {"trace": self.trace(cut, device=device, capability=capability).to_json()}
                 except EvenerError as error:
                     told = {"error": [type(error).__name__, error.cause, error.evidence, error.fix]}
-                except BaseException:
-                    told = {"failed": traceback.format_exc()}
+                except BaseException as error:
+                    told = {"failed": [*_their_line(error), *traceback.format_exception_only(error)]}
                 with os.fdopen(answer, "w", encoding="utf-8") as file:
                     json.dump(told, file)
             finally:
@@ -208,10 +217,10 @@ class Step:
             kind, cause, evidence, fix = told["error"]
             raise getattr(errors, kind, EvenerError)(cause, evidence=evidence, fix=fix)
         ended = os.waitstatus_to_exitcode(status)
-        how = told.get("failed", f"signal {-ended}" if ended < 0 else f"exit code {ended}")
+        how = told.get("failed", [f"signal {-ended}" if ended < 0 else f"exit code {ended}"])
         raise EvenerError(
             f"the step could not be traced as {cut.words()}.",
-            evidence=str(how).splitlines()[-3:],
+            evidence=[line.strip() for line in how],
             fix=["plan another strategy or precision", "report it: the last lines say where tracing broke"],
         )
 
@@ -225,6 +234,9 @@ class Step:
     def _engine(self, cut: Cut, pieces: int) -> Engine:
         keywords: dict[str, Any] = dict(self.keywords)
         keywords["slice_size" if self._sliced() else "microbatch_size"] = cut.microbatch_size
+        if cut.replicas > 1:
+            keywords["fsdp"] = {"shard_ranks": cut.world_size // cut.replicas, **(keywords.get("fsdp") or {})}
+        precision = keywords.pop("precision", None)
         known = inspect.signature(Engine.__init__).parameters
         if cut.saved_activations != "keep":
             keywords["saved_activations"] = cut.saved_activations
@@ -237,7 +249,7 @@ class Step:
                 self.optimizer,
                 self.loss_fn,
                 device="cpu",
-                precision=cut.precision,
+                precision=precision if isinstance(precision, Mapping) else cut.precision,
                 strategy=cut.strategy,
                 global_batch_size=cut.microbatch_size * pieces * cut.world_size,
                 activation_checkpointing=cut.activation_checkpointing,
@@ -310,6 +322,28 @@ def _agree(target: Any, tally: Any, rows: int | None, mine_rows: int) -> None:
     target.names = tuple(sorted(tally.metrics[0])) if tally.metrics else ()
 
 
+def _pinned() -> type:
+    """saved.Pinned without CUDA: nothing of it is the device's but what is back, and that comes two pieces ahead."""
+    order: WeakValueDictionary[int, Any] = WeakValueDictionary()
+    numbers = itertools.count()
+
+    class Pinned:
+        def __init__(self, flat: torch.Tensor) -> None:
+            self.number, self.like = next(numbers), (flat.shape, flat.dtype)
+            self.flat: torch.Tensor | None = None
+            order[self.number] = self
+
+        def back(self) -> torch.Tensor:
+            for number in range(self.number, self.number - saved._AHEAD - 1, -1):
+                one = order.get(number)
+                if one is not None and one.flat is None:
+                    one.flat = torch.empty(one.like[0], dtype=one.like[1])
+            assert self.flat is not None
+            return self.flat
+
+    return Pinned
+
+
 def _watch(ledger: Ledger, engine: Engine, target: Any) -> None:
     """Tell the ledger where the step stands, and which storages become gradients."""
     spread = target.spread
@@ -370,8 +404,8 @@ def _of_rows(batch: Any, rows: int, split: Any) -> Any:
     )
 
 
-def _names_the_line(error: Exception) -> EvenerError:
-    """Which line of the user's code needs a value: the innermost frame outside of torch and evener."""
+def _their_line(error: BaseException) -> list[str]:
+    """The line of the user's code where it happened: the innermost frame outside of torch and evener."""
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     theirs = os.path.dirname(os.path.abspath(torch.__file__))
     frames = [
@@ -379,12 +413,15 @@ def _names_the_line(error: Exception) -> EvenerError:
         for frame in traceback.extract_tb(error.__traceback__)
         if not os.path.abspath(frame.filename).startswith((here, theirs))
     ]
-    where = [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
+    return [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
+
+
+def _names_the_line(error: Exception) -> EvenerError:
     return UsageError(
         "the step reads a value, so it cannot be traced without data.",
-        evidence=[*where, str(error).splitlines()[0]],
+        evidence=[*_their_line(error), str(error).splitlines()[0]],
         fix=[
             "keep it on the device: torch.where and masks times values in place of .item(), bool() and x[mask]",
-            "or plan nothing and let the run find its microbatch (microbatch_size='auto')",
+            "or plan nothing: a run that is out of memory cuts its microbatch by itself",
         ],
     )

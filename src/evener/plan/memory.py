@@ -149,28 +149,45 @@ class Family:
 
 
 Slope = tuple[int, ...]
+_FEW = 64  # events in a row that two traces may not share
 
 
 def _slopes(base: Trace, other: Trace | None) -> dict[int, Slope]:
-    """By position: what changes between two traces. Empty without another."""
+    """By position: what changes between two traces. Empty without another.
+
+    The events are the same but for a few in one place (a value that was computed once and kept): those stay as they are
+    in `base`.
+    """
     if other is None:
         return {}
-    if len(base.events) != len(other.events) or base.updates != other.updates:
-        raise _apart(base, other, f"{len(base.events)} and {len(other.events)} events")
+    mine, theirs = base.events, other.events
+    alike, ends = min(len(mine), len(theirs)), 0
+    first = next((i for i in range(alike) if _kind(mine[i]) != _kind(theirs[i])), alike)
+    while ends < alike - first and _kind(mine[-1 - ends]) == _kind(theirs[-1 - ends]):
+        ends += 1
+    if max(len(mine), len(theirs)) - first - ends > _FEW:
+        raise UsageError(
+            f"the step is another one at {other.cut.words()} than at {base.cut.words()}.",
+            evidence=[f"{len(mine)} and {len(theirs)} events; {first} alike from the front, {ends} from the end"],
+            fix=["trace each microbatch by itself"],
+        )
+    pairs = [(i, i) for i in range(first)]
+    pairs += [(len(mine) - k, len(theirs) - k) for k in range(1, ends + 1)]
     slopes: dict[int, Slope] = {}
-    for i, (a, b) in enumerate(zip(base.events, other.events)):
-        if type(a) is not type(b):
-            raise _apart(base, other, f"event {i}: {a} and {b}")
-        if isinstance(a, Free):
-            if a.id != b.id:  # type: ignore[union-attr]
-                raise _apart(base, other, f"event {i}: another storage dies")
-        else:
-            before, after = _numbers(a), _numbers(b)
-            if len(before) != len(after):
-                raise _apart(base, other, f"event {i}: {a} and {b}")
-            if before != after:
-                slopes[i] = tuple(y - x for x, y in zip(before, after))
+    for i, j in pairs:
+        before, after = _numbers(mine[i]), _numbers(theirs[j])
+        if before != after and len(before) == len(after):
+            slopes[i] = tuple(y - x for x, y in zip(before, after))
     return slopes
+
+
+def _kind(event: Event) -> tuple[str, ...]:
+    """What makes two events the same one at another size."""
+    if isinstance(event, Alloc):
+        return "alloc", event.category, event.module, event.phase
+    if isinstance(event, Free):
+        return "free", event.phase
+    return event.name if isinstance(event, Op) else event.kind, event.phase
 
 
 def _numbers(event: Event) -> tuple[int, ...]:
@@ -189,11 +206,3 @@ def _moved(event: Event, sm: Slope | None, fm: float, sw: Slope | None, fw: floa
     assert isinstance(event, Op)
     flops, read, written, *shape = moved
     return replace(event, flops=flops, bytes_read=read, bytes_written=written, shape=tuple(shape))
-
-
-def _apart(base: Trace, other: Trace, why: str) -> UsageError:
-    return UsageError(
-        f"the step is another one at {other.cut.words()} than at {base.cut.words()}.",
-        evidence=[why],
-        fix=["trace each microbatch by itself"],
-    )
