@@ -21,13 +21,13 @@ def test_the_host_has_figures_and_what_is_unknown_is_said():
 
 
 def test_release_prints_what_was_freed_and_who_holds_the_rest(capsys):
-    model = nn.Sequential(nn.Linear(1500, 1500, bias=False))
+    model = nn.Sequential(nn.Linear(2500, 2500, bias=False))
     optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 1500)).sum().backward()
+    model(torch.ones(1, 2500)).sum().backward()
     optimizer.step()
-    KEPT.append(torch.ones(3_000_000))
-    mine = torch.ones(4_000_000)
-    cycle = [torch.zeros(20_000_000)]
+    KEPT.append(torch.ones(7_000_000))  # large enough to come before what other tests left
+    mine = torch.ones(8_000_000)
+    cycle = [torch.ones(20_000_000)]
     cycle.append(cycle)
     del cycle
     found = evener.memory(release=True)
@@ -35,10 +35,10 @@ def test_release_prints_what_was_freed_and_who_holds_the_rest(capsys):
     assert found.freed_bytes >= 70_000_000, found
     assert capsys.readouterr().out == f"{found}\n"
     held = "\n".join(found.held)
-    assert f"15.3 MiB on cpu, {len(mine)} float32: mine in test_release_prints" in held
-    assert "11.4 MiB on cpu, 3000000 float32: KEPT of tests.test_memory_says_who_holds_it" in held
+    assert f"30.5 MiB on cpu, {len(mine)} float32: mine in test_release_prints" in held
+    assert "26.7 MiB on cpu, 7000000 float32: KEPT of tests.test_memory_says_who_holds_it" in held
     for name in ("weight of a Linear", "grad of weight of a Linear", "exp_avg of state of a Adam"):
-        assert f"8.6 MiB on cpu, 1500x1500 float32: {name}" in held, held
+        assert f"23.8 MiB on cpu, 2500x2500 float32: {name}" in held, held
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusals of a machine without a GPU")
