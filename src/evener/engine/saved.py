@@ -29,7 +29,7 @@ _PLAIN: tuple[type, ...] = (torch.Tensor,)  # a trace has another kind
 _SMALL = 1 << 14  # bytes; below, taking a tensor away costs more than it frees
 _SPREAD = 4  # a view may take so many times its own size with it
 _BLOCK = 256  # elements that share a scale
-_AT_ONCE = 1 << 22  # elements that are rounded at once: bounds what the rounding itself needs
+_AT_ONCE = 1 << 20  # elements that are rounded at once: bounds what the rounding itself needs
 _AHEAD = 2  # pieces that are on their way back before they are asked for
 # Through these a tensor is still its parameter: in another shape, or as autocast's copy.
 _SAME = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "ToCopy", "Expand")
@@ -118,7 +118,7 @@ class Saved:
             if self.what == "int8" and not tensor.requires_grad:
                 self.outputs[view] = cell  # its own version counter says nothing
                 return cell
-            flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, span[0], (span[1],))  # type: ignore[call-overload]
+            flat = tensor.detach().as_strided((span[1],), (1,), span[0])
             piece = self.pieces[where, tensor._version] = Piece(flat, self.take)
         output = self.outputs.pop(view, None)
         if output is not None:
