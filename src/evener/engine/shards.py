@@ -332,7 +332,8 @@ class Shards:
         after = "resharded after the forward" if self.options.reshard_after_forward else "kept until the backward"
         copies = self.world // self.among
         what = f"hsdp: {copies} copies, each over {self.among} ranks; " if copies > 1 else "fsdp: "
-        return f"{what}{blocks + ' and the rest' if blocks else 'the model as one block'}, {after}"
+        kept = "reduced once, whole until then" if self.options.accumulate == "keep" else "reduced per microbatch"
+        return f"{what}{blocks + ' and the rest' if blocks else 'the model as one block'}, {after}; gradients {kept}"
 
 
 def _prepare(parameter: Parameter, device: torch.device) -> None:
