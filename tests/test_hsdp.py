@@ -50,6 +50,8 @@ def test_gradients_are_those_of_one_process(ranks, world, among, loss, microbatc
         assert values == results[0][1]
         assert max(abs(values[0] - value), abs(values[1] - norm), abs(values[2] - norm)) < 1e-12
         assert f"hsdp: {world // among} copies, each over {among} ranks; 3 Block" in notes[-1]
+        kept = "reduced once, whole until then" if "accumulate" in more else "reduced per microbatch"
+        assert notes[-1].endswith(f"gradients {kept}")
     held = [held for _, _, held, _ in results]
     assert held[:among] == held[among : 2 * among]  # every copy alike
 
