@@ -135,7 +135,7 @@ def measured(build: Callable[[], nn.Module], loss: Any, batch: Any, updates: int
 
 def run(quick: bool) -> list[Table]:
     torch.set_num_threads(1)
-    rows, images = (2, 8) if quick else (8, 32)
+    rows, images = (2, 8) if quick else (4, 16)
     pictures = torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(images) % 10
     nets = {
         f"12-layer GPT, width {WIDTH}, {rows} x 128 tokens": (Deep, loss_of, make_batch(rows), "microbatch_size", rows),
