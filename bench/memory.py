@@ -8,7 +8,7 @@ one thread; the copies of "offload" run beside the computation on a GPU and cann
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -133,17 +133,16 @@ def measured(build: Callable[[], nn.Module], loss: Any, batch: Any, updates: int
     return peak.most, seconds, gradient
 
 
-def run(quick: bool) -> list[Table]:
+def run(quick: bool) -> Iterator[Table]:
     torch.set_num_threads(1)
     rows, images = (2, 8) if quick else (4, 16)
     pictures = torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(images) % 10
     nets = {
         f"12-layer GPT, width {WIDTH}, {rows} x 128 tokens": (Deep, loss_of, make_batch(rows), "microbatch_size", rows),
-        f"ResNet-like, 14 convolution blocks, {images} images of 32 x 32": (
+        f"ResNet-like, 12 residual blocks, {images} images of 32 x 32": (
             ResNet, image_loss, pictures, "slice_size", images
         ),
     }  # fmt: skip
-    tables = []
     before, saved.OnHost = saved.OnHost, Elsewhere  # type: ignore[misc]
     try:
         for title, (build, loss, batch, size, whole) in nets.items():
@@ -164,7 +163,6 @@ def run(quick: bool) -> list[Table]:
                 table.add(name, *ways, same)
             if size == "slice_size":
                 table.note("half the microbatch is another result here: BatchNorm sees fewer rows")
-            tables.append(table)
+            yield table
     finally:
         saved.OnHost = before  # type: ignore[misc]
-    return tables
