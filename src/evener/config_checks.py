@@ -163,7 +163,8 @@ def recompute(name: str, value: Any) -> Any:
     """The word is judged where the model is known."""
     if value is None or isinstance(value, str | list | tuple):
         return list(value) if isinstance(value, tuple) else value
-    allowed = 'None, "none", "full", "selective", "every:2", "segments:4", "auto", or a list of modules, classes or their names'
+    words = '"none", "full", "selective", "every:2", "segments:4", "auto"'
+    allowed = f"None, {words}, or a list of modules, classes or their names"
     raise refused(name, value, allowed)
 
 
