@@ -232,6 +232,8 @@ model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
 loss = model(torch.ones(1, 2) * args.local_rank).sum()
 loss.backward()
 print(f"local rank {args.local_rank} of {dist.get_world_size()}", flush=True)
+dist.barrier()
+del loss, model  # a reducer that outlives its group aborts the process once in a while (torch 2.13, gloo)
 dist.destroy_process_group()
 """
 
