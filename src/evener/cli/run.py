@@ -444,13 +444,11 @@ def to_override(word: str) -> tuple[str, Any]:
 
 def check_keyword(word: str) -> None:
     """A keyword that Run does not have is one error here, instead of one per rank after torch was imported."""
-    import difflib
-
     key, _, value = word.partition("=")
     known = keywords_of_run()
     if key not in known:
-        (close,) = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-        fix = [f"--set {close}={value} is the closest", "docs/keywords.md has all of them"]
+        close = nearest(key, known)
+        fix = [f"--set {close}={value} is the closest"] * (close is not None) + ["docs/keywords.md has all of them"]
         raise UsageError(f"--set {word}: evener.Run has no keyword {key!r}.", fix=fix)
 
 
