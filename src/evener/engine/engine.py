@@ -274,7 +274,11 @@ class Engine:
         self.ema = Ema(self.model, ema, self.shards, twin) if ema is not None else None
         self.autocast: Autocast | None = None
         if self.precision.compute is not None and not (self.shards and self.precision.by_part):
-            self.autocast = functools.partial(torch.autocast, self.device.type, dtype=self.precision.compute)
+            # Autocast would keep a copy of every weight to the end of the forward: all blocks, gathered one by one.
+            cached = self.shards is None or exact
+            self.autocast = functools.partial(
+                torch.autocast, self.device.type, dtype=self.precision.compute, cache_enabled=cached
+            )
         if saved_activations != "keep":
             saved = Saved(saved_activations, self.model, self.device)
             self.autocast = saved if self.autocast is None else saved.around(self.autocast)
