@@ -35,7 +35,11 @@ def shim(tmp_path):
         (tmp_path / "job.json").write_text(json.dumps(job))
         words = [sys.executable, "-u", shim_path(), "job.json", "script.py", *args]
         done = subprocess.run(
-            words, cwd=tmp_path, env={**os.environ, "RANK": "1", **environ}, capture_output=True, timeout=60
+            words,
+            cwd=tmp_path,
+            env={**os.environ, "RANK": "1", "LOCAL_RANK": "1", **environ},
+            capture_output=True,
+            timeout=60,
         )
         assert done.stdout == done.stderr == b"", "everything goes to the rank's log"
         record, log = tmp_path / "rank1.json", tmp_path / "rank1.log"
