@@ -165,3 +165,24 @@ def test_a_followed_log_is_shown_in_whole_lines(tmp_path):
         file.write(b"o\n\rbar\rbar 2")
     assert follower.lines() == b"[rank 1] two\n"
     assert follower.lines(last=True) == b"[rank 1] \rbar\rbar 2\n" and follower.lines(last=True) == b""
+
+
+def test_a_rank_inside_of_a_users_function_waits_for_nobody():
+    """evener's own step calls the loss function: its frames further out say nothing about what hangs inside."""
+    import evener.engine.step as step
+
+    def stack(*innermost: str) -> tuple[Line, ...]:
+        outside = (step.__file__, "/home/evener/train.py", "/usr/lib/python3.11/runpy.py")
+        return tuple(Line(file, 3, "f", "") for file in (*innermost, *outside))
+
+    site = "/opt/site-packages/torch"
+    timed_out = raised(0, 1, LATE)
+    stuck = RankEnd(1, how="exception", code=1, stopped=True, stack=stack("/home/evener/model.py"))
+    in_module = RankEnd(1, code=-15, stopped=True, stack=stack(f"{site}/nn/modules/linear.py", "/home/evener/model.py"))
+    waiting = RankEnd(
+        1, code=-15, stopped=True, stack=stack(f"{site}/distributed/distributed_c10d.py", "/home/evener/model.py")
+    )
+    for end in (stuck, in_module):
+        found = find_cause([timed_out, end])
+        assert found.cause.rank == 1 and found.absent
+    assert find_cause([timed_out, waiting]).cause.rank == 0

@@ -34,6 +34,7 @@ _LOST_PEER_TYPES = frozenset(
 # A crash of this process alone. ABRT is not among them: native code aborts when a *collective* went wrong.
 _CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
+_EVENER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WAITED = re.compile(r"timed? ?out|watchdog", re.IGNORECASE)
 # Where a rank is that waits for others, or may be: the backward of a DDP model reduces.
 _WAITING = re.compile(
@@ -108,15 +109,27 @@ def _is_absent(end: RankEnd) -> bool:
     failing = any(one.function == "ended_by" and one.file.endswith("shim.py") for one in end.stack)
     if end.errors or failing or (end.how is not None and not end.stopped):
         return False
-    return end.state in STATES or (bool(end.stack) and not any(_WAITING.search(one.file) for one in end.stack))
+    return end.state in STATES or (bool(end.stack) and not _is_waiting(end.stack))
+
+
+def _is_waiting(stack: Sequence[Line]) -> bool:
+    """Whether it is in a collective: what calls a loss function that never ends waits for nobody."""
+    for one in stack:
+        if _WAITING.search(one.file):
+            return True
+        if _is_users(one):
+            return False
+    return False
+
+
+def _is_users(frame: Line) -> bool:
+    others = r"(site|dist)-packages|/lib/python3|<frozen"
+    return not frame.file.startswith(_EVENER) and not re.search(others, frame.file)
 
 
 def users_frame(stack: Sequence[Line]) -> Line | None:
     """The innermost frame of the user's own code; else the innermost."""
-    own = [
-        one for one in stack if not re.search(r"(site|dist)-packages|/lib/python3|launch/shim\.py|<frozen", one.file)
-    ]
-    return next(iter(own or stack), None)
+    return next(iter([one for one in stack if _is_users(one)] or stack), None)
 
 
 def _shell_code(code: int | None) -> int:
