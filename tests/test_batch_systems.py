@@ -100,7 +100,7 @@ def test_without_gpus_nothing_is_asked_for(folder, capsys):
         (["--debug=single", "--nodes", "2", "--head", "h"], "--debug=single is for one host."),
         (["--requeue"], "--requeue: this is no Slurm job (SLURM_JOB_ID is not set)."),
         (["--set", "microbatchsize=2"], "fix: --set microbatch_size=2 is the closest"),
-        (["--set", "bogus=1"], "--set bogus=1: evener.Run has no keyword 'bogus'.\n  fix: --set "),
+        (["--set", "bogus=1"], "--set bogus=1: evener.Run has no keyword 'bogus'.\n  fix: docs/keywords.md"),
     ],
 )
 def test_what_cannot_be_meant_is_one_clear_error(folder, capsys, monkeypatch, words, expected):
