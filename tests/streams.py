@@ -55,6 +55,25 @@ class WithState(Numbers):
         self.at = state["at"]
 
 
+class ShuffledWithState(Numbers):
+    """Shuffles in its body by the seeded generators, and goes to where it was in that order."""
+
+    at = start = 0
+
+    def __iter__(self):
+        ids = self.ids()
+        start, self.start = self.start, 0
+        for at in range(start, self.rows):
+            self.at = at + 1
+            yield self.row(ids[at])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.start = state["at"]
+
+
 class Anew(WithState):
     """Begins anew whenever it is iterated, and knows where it is."""
 

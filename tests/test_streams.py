@@ -134,15 +134,39 @@ def test_a_resume_at_any_update_gives_the_rest(workers, drop_last):
         assert [line.split()[:2] for line in said] == ([["reads", str(used)], ["read", str(used)]] if used else [])
         expected, rest, pulled, said = resumed(streams.WithState, (29,), at, how, num_workers=workers)
         assert rest == expected and said == []
-        if not workers:  # nothing was read a second time
-            assert pulled == 29 * (3 - at // (3 if drop_last else 4)) - used
+        if not workers:  # one row before is read a second time, and no other
+            assert pulled == 29 * (3 - at // (3 if drop_last else 4)) - used + bool(used)
 
 
-def test_the_state_is_that_of_the_rows_that_updates_used():
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_body_that_shuffles_gives_the_same_order_after_its_state_was_loaded(workers):
+    for size, at in ((8, 1), (8, 2), (8, 5), (1, 1), (1, 2), (1, 30), (1, 40)) if not workers else ((8, 2),):
+        for drop_last in (False, True):
+            how = {"size": size, "drop_last": drop_last}
+            expected, rest, pulled, said = resumed(streams.ShuffledWithState, (29,), at, how, num_workers=workers)
+            assert rest == expected and said == []
+            if not workers:
+                per_epoch = 29 // size if drop_last else -(-29 // size)
+                assert pulled == 29 * (3 - at // per_epoch) - size * (at % per_epoch) + 1
+
+
+def test_a_resume_of_a_resume_gives_the_rest():
+    one = feed(streams.ShuffledWithState(29), size=4)
+    expected = rows_of(one.portions(Cursor(), epochs=2))
+    given, cursor = [], Cursor()
+    while cursor.epoch < 2:
+        portions = list(feed(streams.ShuffledWithState(29), size=4).portions(cursor, updates=2))
+        given += rows_of(portions)
+        cursor = portions[-1].next
+    assert given == expected
+
+
+def test_the_state_is_that_of_one_row_before_the_rows_that_updates_used():
     for workers in (0, 1):
         one = feed(streams.WithState(29), num_workers=workers)
         portions = one.portions(Cursor(), epochs=1)
-        assert [next(portions).next.mark.state["at"] for _ in range(3)] == [8, 16, 24]
+        marks = [next(portions).next.mark for _ in range(3)]
+        assert [(mark.rows, mark.state["at"], mark.back) for mark in marks] == [(8, 7, 1), (16, 15, 1), (24, 23, 1)]
         one.close()
 
 
@@ -223,6 +247,7 @@ def train(folder, kind, stop_at=None, epochs=3, **keywords):
     data = {
         "split": lambda: streams.Numbers(50),
         "split with state": lambda: streams.WithState(50),
+        "split that shuffles": lambda: streams.ShuffledWithState(50),
         "mine": lambda: streams.Mine(50, place.rank, place.world_size, 4 if place.rank == 0 else 0),
         "mine with state": lambda: streams.MineWithState(50, place.rank, place.world_size),
     }[kind]()
@@ -252,6 +277,7 @@ def train(folder, kind, stop_at=None, epochs=3, **keywords):
         pytest.param("split", 2, 2, 1, marks=pytest.mark.full),  # starting a data worker takes seconds
         pytest.param("split with state", 1, 4, 0, marks=pytest.mark.full),
         ("split with state", 3, 1, 0),
+        ("split that shuffles", 1, 2, 0),
     ],
 )
 def test_split_stopped_and_resumed_elsewhere_ends_equal(ranks, tmp_path, kind, first, second, workers):

@@ -19,14 +19,15 @@ from evener.errors import DataError
 
 class Mark(NamedTuple):
     """Where one rank's reading of a stream stands: after `rows` rows of its own of the epoch, all of them used by
-    updates. state: the dataset's `state_dict` there, if it has one. after: a checksum of the row that came next.
-    ended: the epoch has no more rows on this rank.
+    updates. state: the dataset's `state_dict`, if it has one, `back` rows before. after: a checksum of the row that
+    came next. ended: the epoch has no more rows on this rank.
     """
 
     rows: int = 0
     state: Any = None
     after: int | None = None
     ended: bool = False
+    back: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,16 @@
 What comes out is a function of (stream, seed, epoch, row number): `__iter__` and every `next` run under seeds of their
 own, so a stream that shuffles or augments with torch, `random` or numpy's global generator gives the same rows on every
 rank and after every resume. A stream with a `set_epoch(epoch)` is told the epoch.
+
+The body of a generator `__iter__` begins in the first `next`. So that a shuffle there is the same after a resume, the
+first `next` always has the seeds of row 0, and a state is kept of one row before: that row is read again and forgotten,
+and the rows that are used have seeds of their own.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 import weakref
 import zlib
@@ -85,7 +90,9 @@ class StreamReader(Reader):
         self._seeds: Iterator[int] = iter(())
         self._epoch, self._used = -1, 0
         self._ahead: deque[Any] = deque()  # rows of coming updates
-        self._ended = self._began = self._first = False
+        self._before: Any = None  # the state before the last row of the next update was read
+        self._again: list[Any] = []  # the row that was read again after a load_state_dict
+        self._ended = self._began = self._first = self._read = False
         self._error: Exception | None = None
         self._loaded: int | None = None  # look of the first update after a load_state_dict in the middle of an epoch
 
@@ -109,15 +116,14 @@ class StreamReader(Reader):
                 self._raise_error(start + len(self._ahead))
             rows = [self._ahead.popleft() for _ in range(min(self.size, len(self._ahead)))]
             self._used += len(rows)
-            # Exactly these rows were taken: what is read ahead below is not in the state.
-            state = copy.deepcopy(self.dataset.state_dict()) if self.keeps_state else None
+            state, back = self._state()
             needed = self.size if self.how.drop_last else 1
             self._fill(needed)
             taken.seen, taken.more = len(rows), len(self._ahead) >= needed or self._error is not None
-            taken.mark = Mark(self._used, state, self._look_ahead(), ended=self._ended and not self._ahead)
+            taken.mark = Mark(self._used, state, self._look_ahead(), ended=self._ended and not self._ahead, back=back)
             if self._first:
                 taken.look = look_of(rows)
-                self._check_begin(job, taken)
+                self._check_begin(job, taken, rows)
             elif self.split:
                 taken.look = look_of(rows[:1])
             self._first = False
@@ -134,6 +140,9 @@ class StreamReader(Reader):
     def _fill(self, rows: int) -> None:
         """Read ahead until `rows` rows wait, or the epoch ends, or a row cannot be read (then its turn comes later)."""
         while len(self._ahead) < rows and not self._ended and self._error is None:
+            if self.keeps_state and len(self._ahead) == self.size - 1 and self._read:
+                self._before = copy.deepcopy(self.dataset.state_dict())
+            self._read = True
             rng.seed_all(next(self._seeds))
             try:
                 self._ahead.append(next(self._iterator))
@@ -141,6 +150,16 @@ class StreamReader(Reader):
                 self._ended = True
             except Exception as error:
                 self._error = error
+
+    def _state(self) -> tuple[Any, int]:
+        """A state for the mark, before anything is read ahead, and how many rows before the mark it is.
+
+        After the first row of an epoch there is none: that row is read again.
+        """
+        state, self._before = self._before, None
+        if state is None and self.keeps_state and self._used != 1:
+            return copy.deepcopy(self.dataset.state_dict()), 0
+        return state, int(state is not None)
 
     def _look_ahead(self) -> int | None:
         return look_of([self._ahead[0]]) if self._ahead else None
@@ -164,6 +183,7 @@ class StreamReader(Reader):
                 fix=["give an object whose __iter__ begins anew: class Rows(torch.utils.data.IterableDataset)"],
             )
         self._epoch, self._used, self._ended, self._error, self._began, self._first = epoch, 0, False, None, True, True
+        self._read, self._before, self._again = False, None, []
         self._ahead.clear()
         rng.seed_all(mix(self.how.seed, epoch, _BEGIN))
         try:
@@ -171,7 +191,7 @@ class StreamReader(Reader):
                 self.dataset.set_epoch(epoch)
             if mark.state is not None and self.keeps_state:
                 self.dataset.load_state_dict(copy.deepcopy(mark.state))
-                self._used = mark.rows
+                self._used = mark.rows - mark.back
             self._iterator = iter(self.dataset)
         except Exception as error:
             raise DataError(
@@ -179,6 +199,9 @@ class StreamReader(Reader):
                 evidence=where(error),
             ) from error
         self._seeds = _seeds(self.how.seed, epoch, self._used)
+        if self._used and mark.back:
+            next(self._seeds)
+            self._seeds = itertools.chain([next(_seeds(self.how.seed, epoch, 0))], self._seeds)
 
     def _seek(self, epoch: int, mark: Mark, taken: Taken) -> None:
         """Go to `mark` in `epoch`: by the dataset's own state, or by reading again, which is said."""
@@ -194,17 +217,19 @@ class StreamReader(Reader):
                         f" {mark.rows} of them.",
                         fix=["resume with the stream that the checkpoint was written with", "or start anew"],
                     )
-                self._ahead.popleft()
+                self._again = [self._ahead.popleft()]
                 self._used += 1
+        if again > 1:
             taken.notes.append(f"read {again:,} rows again in {time.monotonic() - began:.1f} s")
         if mark.after is not None:
             self._fill(1)
             taken.changed = self._look_ahead() != mark.after
 
-    def _check_begin(self, job: StreamJob, taken: Taken) -> None:
+    def _check_begin(self, job: StreamJob, taken: Taken, rows: list[Any]) -> None:
         """A dataset may stay where load_state_dict put it, and begin the next epoch there: rows would be missing."""
         if job.seek is not None:
-            self._loaded = taken.look if job.seek[1].state is not None and taken.seen > 1 else None
+            loaded = job.seek[1].state is not None and taken.seen > 1
+            self._loaded = look_of([*self._again, *rows][: len(rows)]) if loaded else None
         elif self._loaded == taken.look:
             raise DataError(
                 f"the stream begins epoch {self._epoch} in the middle: where its load_state_dict had put epoch"

@@ -138,7 +138,7 @@ class StreamFeed:
     def _next(self, cursor: Cursor, mark: Mark) -> Taken:
         workers = self._delivery.workers
         if self._live is None or cursor != self._at:
-            if mark.rows and not (self._reader.keeps_state and mark.state is not None):
+            if mark.rows > 1 and not (self._reader.keeps_state and mark.state is not None):
                 self._say(f"reads {mark.rows:,} rows of the stream again to continue after them (it has no state_dict)")
             if workers is not None:
                 workers.timeout = _NO_TIMEOUT
@@ -199,7 +199,10 @@ class StreamFeed:
             if self.how.exact:
                 raise DataError(
                     f"{text}; exact=True cannot continue.",
-                    fix=["shuffle and draw with torch, random or numpy.random: they are seeded for every row"],
+                    fix=[
+                        "shuffle and draw with torch, random or numpy.random: they are seeded for every row",
+                        "state_dict and load_state_dict must lead to the very next row, and begin from it alone",
+                    ],
                 )
             self._say(f"warning: {text}")
         if moved := [str(rank) for rank, one in enumerate(every) if one.moved]:
