@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 
@@ -18,6 +19,9 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    # A shell starts what runs in the background with Ctrl-C ignored, and every child would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # hypothesis draws its samples from the same printed seed
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = SEED
