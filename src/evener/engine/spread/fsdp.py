@@ -7,13 +7,16 @@ folding it for the rows that it keeps. What no dimension can split (0-dimensiona
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from evener.dist import comm
 from evener.engine.join import Join
 from evener.engine.shards import Shards
 from evener.engine.spread import Tensors, existing
@@ -21,6 +24,7 @@ from evener.engine.spread.ddp import DDP
 from evener.engine.spread.exact import Exact, Tree, row_norms
 from evener.engine.spread.single import Single
 from evener.engine.tally import as_loss
+from evener.errors import ModelError
 
 
 class FSDP(Single):
@@ -55,11 +59,18 @@ class FSDP(Single):
         self.square = torch.zeros(())
         self.hooks: list[Any] = []
         self.trees: list[_Tree] = []
-        for part, inside in shards.gathered_by():
-            comm = _Sum(join, keeps=self.keeps) if slice_size is None else _Tree(join)
-            if isinstance(comm, _Tree):
-                self.trees.append(comm)
-            part.set_custom_reduce_scatter(comm)
+        self.log = array("i")  # this update's collectives in their order: i + 1 gathers part i, -(i + 1) reduces it
+        self.parts: list[str] = []
+        self.late: tuple[torch.Tensor, torch.Event, array[int]] | None = None
+        self.poison: torch.Tensor | None = None
+        names = {id(module): name for name, module in shards.model.named_modules()}
+        for number, (part, inside) in enumerate(shards.gathered_by(), 1):
+            self.parts.append(names[id(part)] or "what is in no block")
+            summed = (_Sum if slice_size is None else _Tree)(join, self.log, number, keeps=self.keeps)
+            if isinstance(summed, _Tree):
+                self.trees.append(summed)
+            part.set_custom_reduce_scatter(summed)
+            part.set_custom_all_gather(_Gather(self.log, number))
             watched = [one for one in inside if id(one) in self.index]
             # After FSDP's own hook, which has gathered the parameters.
             hook = _Watch(watched, [self._mark(self.index[id(one)]) for one in watched])
@@ -87,6 +98,7 @@ class FSDP(Single):
         self.inner.begin(rows)
         self.used = [False] * len(self.pieces)
         self.step = 0
+        del self.log[:]
         for tree in self.trees:
             tree.begin(self.slots(rows))
 
@@ -114,24 +126,69 @@ class FSDP(Single):
             tree.push([numbers[self.step - 1] for numbers in self.join.numbers])
 
     def finish(self) -> Tensors:
-        """One small sum over ranks: the squares of what each holds, and who used which parameter."""
+        """One small sum over ranks: the squares of what each holds, who used which parameter, and the order of each
+        rank's collectives.
+
+        Raises:
+            ModelError: on all ranks: they ran different blocks, and so received each other's. On a device an update
+                later, so that nothing waits; the update itself is skipped as not finite.
+        """
         for tree in self.trees:
             tree.finish()
         if self.loose:
             self.inner.finish()
         mine = self._squares(self.gradients())
         flags = torch.tensor(self.used, device=mine.device).to(mine.dtype)
-        told = torch.cat([mine, flags])
+        order = [0] * self.shards.world
+        order[self.shards.rank] = zlib.crc32(self.log.tobytes()) & 0xFFFFFF  # exact in float32
+        told = torch.cat([mine, flags, torch.tensor(order, device=mine.device).to(mine.dtype)])
         dist.all_reduce(told)
+        self._compare(told[-len(order) :])
         self.square = told[0]
         # Only a rank that did not use a parameter has to ask whether another one did: reading waits for the device.
         unused = [i for i, one in enumerate(self.pieces) if one.rows is not None and not self.used[i]]
-        elsewhere = told[1:].tolist() if unused else []
+        elsewhere = told[1 : 1 + len(flags)].tolist() if unused else []
         for i in unused:
             if not elsewhere[i]:
                 self.parameters[i].grad = self.pieces[i].source.grad = None
         self.handed = existing(self.parameters)
         return self.handed
+
+    def _compare(self, orders: torch.Tensor) -> None:
+        """FSDP's collectives are paired by their order alone: another one of the same shape would be taken silently."""
+        if self.late is not None:
+            differs, landed, log = self.late
+            landed.synchronize()
+            if differs.item():
+                self._refuse(log)
+        differs = (orders != orders[0]).any()
+        if differs.device.type != "cpu":
+            self.poison = torch.zeros_like(orders[0]).masked_fill_(differs, torch.nan)
+            host, landed = differs.to("cpu", non_blocking=True), torch.Event(differs.device)
+            landed.record()
+            self.late = host, landed, self.log[:]
+        elif differs:
+            self._refuse(self.log)
+
+    def _refuse(self, log: array[int]) -> None:
+        every = comm.all_gather(log.tolist())
+        said = [
+            [self._said(log[i]) if i < len(log) else "nothing" for log in every] for i in range(max(map(len, every)))
+        ]
+        i, first = next((i, one) for i, one in enumerate(said) if len(set(one)) > 1)
+        other = next(rank for rank, what in enumerate(first) if what != first[0])
+        raise ModelError(
+            "ranks ran different blocks of the model in one update: fsdp gathers each on all ranks at once.",
+            evidence=[f"collective {i + 1} of the update: rank 0 {first[0]}, rank {other} {first[other]}"],
+            fix=[
+                "draw which blocks run from something equal on all ranks: random.Random(number) with a number that the "
+                "model counts, not torch's generator, which differs per slice",
+                'strategy="ddp"',
+            ],
+        )
+
+    def _said(self, entry: int) -> str:
+        return f"{'gathers' if entry > 0 else 'reduces'} {self.parts[abs(entry) - 1]}"
 
     def gradients(self) -> Tensors:
         """As `.grad` of the model's parameters is now: a user may have replaced it."""
@@ -163,12 +220,14 @@ class FSDP(Single):
         in exact mode, where the norms of all rows are brought together and summed in one order."""
         dtype = torch.promote_types(gradients[0].dtype, torch.float32) if gradients else torch.float32
         if self.exact:
-            return self._norm_of_rows(dtype)
-        square = self.square
-        if gradients is not self.handed:
-            square = self._squares(gradients)[0]
-            dist.all_reduce(square)
-        return square.sqrt().to(dtype)
+            norm = self._norm_of_rows(dtype)
+        else:
+            square = self.square
+            if gradients is not self.handed:
+                square = self._squares(gradients)[0]
+                dist.all_reduce(square)
+            norm = square.sqrt().to(dtype)
+        return norm if self.poison is None else norm + self.poison.to(norm.dtype)
 
     def _norm_of_rows(self, dtype: torch.dtype) -> torch.Tensor:
         pieces = [(p.grad, one) for p, one in zip(self.parameters, self.pieces) if p.grad is not None]
@@ -217,16 +276,29 @@ class _Watch:
             handle.remove()
 
 
+class _Gather(DefaultAllGather):
+    """FSDP's own, written down."""
+
+    def __init__(self, log: array[int], number: int) -> None:
+        super().__init__()
+        self.log, self.number = log, number
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.log.append(self.number)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
 class _Sum(DefaultReduceScatter):
     """FSDP's own, except that a rank of weight 0 adds zeros: 0 times what is not finite is not 0. Where gradients are
     kept between microbatches, what it adds is its own earlier ones.
     """
 
-    def __init__(self, join: Join, *, keeps: bool) -> None:
+    def __init__(self, join: Join, log: array[int], number: int, *, keeps: bool) -> None:
         super().__init__()
-        self.join, self.keeps = join, keeps
+        self.join, self.keeps, self.log, self.number = join, keeps, log, number
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.log.append(-self.number)
         if self.join.idle and not self.keeps:
             input_tensor.zero_()
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
@@ -238,9 +310,9 @@ class _Tree(DefaultReduceScatter):
     FSDP sees zeros until `finish`, which writes the root into the memory that its gradients are views of.
     """
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: Join, log: array[int], number: int, *, keeps: bool) -> None:
         super().__init__()
-        self.join = join
+        self.join, self.log, self.number = join, log, number
         self.begin(1)
 
     def begin(self, leaves: int) -> None:
@@ -250,6 +322,7 @@ class _Tree(DefaultReduceScatter):
         self.output: torch.Tensor | None = None
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.log.append(-self.number)
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         # A block that is called twice is reduced twice: both belong to the same slice.

@@ -1,0 +1,74 @@
+"""`strategy="fsdp"`: what a model or a hook does differently per rank, or with whole tensors, is right or refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import evener
+from tests.models import seeded
+from tests.test_fsdp_gradients import whole
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+
+class Dropped(nn.Module):
+    """Three of four equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x, skip):
+        for i, block in enumerate(self.blocks):
+            x = x if i == skip else block(x)
+        return self.head(x)
+
+
+def dropped(draw, strategy, exact):
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, dtype=torch.float64)[2 * evener.rank() :][:2]
+    choices = random.Random(3)
+
+    def loss_fn(model, batch):
+        return model(batch, choices.randrange(4) if draw == "equal" else evener.rank() + 1).square().mean()
+
+    model = seeded(Dropped).double()
+    how = {"exact": True, "slice_size": 2} if exact else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = evener.Engine(model, optimizer, loss_fn, device="cpu", precision="fp32", strategy=strategy, **how)
+    before = [whole(p.detach()) for p in model.parameters()]
+    try:
+        return [engine.step(x).grad_norm for _ in range(3)]
+    except evener.EvenerError as error:
+        unchanged = all(torch.equal(whole(p.detach()), old) for p, old in zip(model.parameters(), before))
+        return str(error), unchanged
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_ranks_that_run_different_blocks_are_refused_in_words(ranks, exact):
+    for words, unchanged in ranks(2)(dropped, "own", "fsdp", exact):
+        assert unchanged
+        assert "rank 0 gathers blocks.2, rank 1 gathers blocks.1" in words or (
+            "rank 0 gathers blocks.1, rank 1 gathers blocks.2" in words
+        )
+        assert "equal on all ranks" in words and 'strategy="ddp"' in words
+
+
+def test_ranks_that_choose_alike_are_not(ranks):
+    expected = ranks(2)(dropped, "equal", "ddp", False)[0]
+    for norms in ranks(2)(dropped, "equal", "fsdp", False):
+        assert norms == pytest.approx(expected, rel=1e-12)
