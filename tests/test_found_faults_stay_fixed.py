@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import evener
 from evener.errors import ModelError, UsageError
+from evener.run.words import contract_of
 from tests.models import seeded
 
 ROWS, BATCH = 45, 15
@@ -355,3 +356,21 @@ def test_one_engine_after_another(ranks):
     for world in (1, 3):
         for digests in ranks(world)(closed_and_opened_again):
             assert len(set(digests)) == 1
+
+
+def said(folder, size, microbatch_size):
+    model = seeded(lambda: nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keywords = {"global_batch_size": size, "microbatch_size": microbatch_size, "precision": "fp32", "dir": folder}
+    with evener.Run(model, optimizer, row_mean, columns(), **keywords) as run:
+        return contract_of(run.config, run.engine, ROWS).split(" · ")[0]
+
+
+def test_the_contract_line_holds_the_fullest_rank_whichever_it_is(ranks, tmp_path):
+    """It took the largest piece of the first rank with the most pieces: 3 ranks x up to 10 for a batch of 32."""
+    for size, microbatch_size, line in (
+        (32, None, "global batch 32 = 3 ranks x 1 microbatch x up to 11"),
+        (20, None, "global batch 20 = 3 ranks x 1 microbatch x up to 7"),
+        (32, 10, "global batch 32 = 3 ranks x up to 2 microbatches x up to 10"),
+    ):
+        assert ranks(3)(said, str(tmp_path / f"{size}-{microbatch_size}"), size, microbatch_size) == [line] * 3

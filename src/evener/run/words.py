@@ -24,9 +24,9 @@ from evener.report.contract import Contract, PrecisionWords, contract_line, lr_l
 def contract_of(config: Config, engine: Engine, rows: int) -> str:
     """The contract line for epochs of `rows` rows. The same on every rank; nothing is communicated."""
     size, world = min(config.global_batch_size, rows), engine.group.world_size
-    most = max((replace(engine.cut, rank=rank).pieces(size) for rank in range(world)), key=len)
+    ranks = [replace(engine.cut, rank=rank).pieces(size) for rank in range(world)]
     if (limit := engine.ladder.smallest()) is not None:
-        most = tuple(piece for whole in most for piece in chop(*whole, limit))
+        ranks = [tuple(piece for whole in pieces for piece in chop(*whole, limit)) for pieces in ranks]
     target = next(iter(engine.targets.values()))
     schedule = target.schedule
     by: str | None = "metric" if schedule.by_user else schedule.by
@@ -37,8 +37,8 @@ def contract_of(config: Config, engine: Engine, rows: int) -> str:
         Contract(
             global_batch_size=size,
             world_size=world,
-            microbatches=len(most),
-            microbatch_size=max(stop - start for start, stop in most),
+            microbatches=max(map(len, ranks)),
+            microbatch_size=max(stop - start for pieces in ranks for start, stop in pieces),
             slice_size=engine.cut.slice_size,
             precision=PrecisionWords(
                 compute=words["compute"], master=words["master"], reduce=words["reduce"], scaler=words["scaler"]
