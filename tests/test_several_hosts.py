@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -19,6 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from evener.errors import LaunchError
+from evener.launch.head import Head
+from evener.launch.layout import Layout
+from evener.launch.meeting import Line, Tie
+from evener.launch.supervise import Ending
 from tests import netns
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
@@ -180,6 +186,112 @@ def test_a_stranger_at_the_port_is_no_host_and_writes_on_no_terminal(tmp_path):
         out += head.communicate(timeout=LONG)[0]
     assert head.returncode == 130 and "3 of 3" not in out, out
     assert "?[2Jevil" in out and "\x1b" not in out
+
+
+HELLO = {"name": "a", "label": None, "rank": None, "port": 1, "nproc": 1, "what": "x", "head": False}
+HELLO |= {"job": None, "attempt": 0}
+ODD_LINES = {
+    "deep": b"[" * 200_000 + b"\n",
+    "no JSON": b"GET / HTTP/1.0\r\n\r\n",
+    "checked": b'{"checked": 5}\n',
+    "checked with numbers": b'{"checked": {"store": 1, "next": 2}}\n',
+    "ended": b'{"ended": 5}\n',
+    "ended without a code": b'{"ended": {"stopped": false, "victim": false, "text": ""}}\n',
+    **{
+        f"hello, {name} {value!r}": json.dumps({"hello": {**HELLO, name: value}}).encode() + b"\n"
+        for name, value in (("nproc", "x"), ("nproc", 0), ("nproc", 10**400), ("rank", "1"), ("rank", -1), ("port", {}))
+    },
+    "hello, a job of another folder": json.dumps({"hello": {**HELLO, "job": "../x"}}).encode() + b"\n",
+}
+
+
+@pytest.fixture
+def head():
+    """A head of two hosts on a free port, in this process."""
+    server = socket.create_server(("127.0.0.1", 0))
+    thread = Head(Layout(2, 2, "127.0.0.1", server.getsockname()[1]), server, "job", 120.0, 0)
+    thread.start()
+    yield thread
+    thread.finished = True
+    thread.join(LONG)
+
+
+def guest(head: Head, *, name: str = "") -> Line:
+    line = Line(socket.create_connection(("127.0.0.1", head.layout.port), LONG))
+    if name:
+        line.send(hello={**HELLO, "name": name})
+    return line
+
+
+def hear(line: Line, word: str) -> dict:
+    until = time.monotonic() + LONG
+    while time.monotonic() < until:
+        for message in line.receive():
+            if word in message:
+                return message
+        select.select([line.connection], [], [], 1.0)
+    raise AssertionError(f"no {word}")
+
+
+def start(head: Head) -> tuple[Line, Line]:
+    hosts = guest(head, name="a"), guest(head, name="b")
+    for one in hosts:
+        hear(one, "check")
+    for one in hosts:
+        one.send(checked={"store": None, "next": None})
+    for one in hosts:
+        hear(one, "go")
+    return hosts
+
+
+def test_an_odd_line_drops_who_sent_it_and_nobody_else(head):
+    def all_are_dropped() -> None:
+        odd = [guest(head) for _ in ODD_LINES]
+        for one, text in zip(odd, ODD_LINES.values()):
+            one.connection.settimeout(LONG)
+            with contextlib.suppress(ConnectionError):  # dropped while it still sends
+                one.connection.sendall(text)
+        for one in odd:
+            with contextlib.suppress(ConnectionResetError):
+                assert one.connection.recv(1) == b""
+            one.connection.close()
+
+    all_are_dropped()
+    first, second = start(head)
+    all_are_dropped()
+    stranger = guest(head)
+    stranger.send(ended={"code": 3, "stopped": False, "victim": False, "text": "not of this job"})
+    first.send(ended={"code": 0, "stopped": False, "victim": False, "text": ""})
+    second.send(ended=5)
+    assert hear(first, "verdict")["verdict"]["text"] == "lost: its ended is none"
+    for one in (first, second, stranger):
+        one.connection.close()
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["while they gather", "while they run"])
+def test_when_the_meeting_itself_breaks_all_hosts_end_at_once(head, monkeypatch, running):
+    lines = start(head) if running else (guest(head, name="a"),)
+    if not running:
+        hear(lines[0], "news")
+    monkeypatch.setattr(head, "_named", lambda: 1 / 0)
+    tie = Tie(head.layout, {}, 60.0, 5, "127.0.0.1")
+    tie.line = lines[0]
+    try:
+        if running:
+            until = time.monotonic() + LONG
+            while tie.tick() != "failed":
+                assert time.monotonic() < until
+            verdict = tie.ended(Ending(1, None), "")
+            assert (verdict.code, verdict.again) == (1, False) and "ZeroDivisionError" in verdict.text
+        else:
+            with pytest.raises(LaunchError, match=r"meeting broke.*ZeroDivisionError"):
+                tie.gather(None, 0)
+    finally:
+        tie.close()
+        for one in lines:
+            one.connection.close()
+    head.join(LONG)
+    assert not head.is_alive()
 
 
 # --- something breaks -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from evener.launch.meeting import (
     Line,
     Tie,
     addresses,
+    check_form,
     interface_of,
     is_loopback,
 )
@@ -115,15 +117,26 @@ class Head(threading.Thread):
 
     def run(self) -> None:
         wait = 0.0
-        with contextlib.suppress(_OverError):
+        try:
             while True:
                 here = self._gather(wait)
                 if self._check(here):
                     wait = self._play(here)
+        except _OverError:
+            pass
+        except Exception as error:  # nobody may wait for a head that decides nothing
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            text = (
+                f"The hosts' meeting broke, a fault of evener: {type(error).__name__}: {error} ({at.name}:{at.lineno})."
+            )
+            verdict = {"host": "the head", "code": 1, "text": text, "again": False, "why": ""}
+            self._send(self.guests, refused=text, verdict=verdict)  # one for those that gather, one for those that run
         self.server.close()
-        for guest in self.guests:  # closed at once, a line that is still being written to would lose its last words
+        for guest in self.guests:
             with contextlib.suppress(OSError):
                 guest.line.connection.shutdown(socket.SHUT_WR)
+        for guest in self.guests:  # closed at once, a line that is still being written to would lose its last words
+            with contextlib.suppress(OSError):
                 while guest.line.connection.recv(1 << 16):
                     pass
             guest.line.connection.close()
@@ -150,10 +163,11 @@ class Head(threading.Thread):
         for guest in list(self.guests):
             try:
                 for message in guest.line.receive():
+                    check_form(message)
                     told.append((guest, message))
                     if "hello" in message and not guest.name:
                         self._welcome(guest, message["hello"])
-            except (OSError, KeyError, TypeError, ValueError) as error:
+            except Exception as error:  # whatever one of them sends, the others go on
                 guest.gone = str(error)
                 self.guests.remove(guest)
                 guest.line.connection.close()
@@ -233,7 +247,7 @@ class Head(threading.Thread):
                 to_address = self.address if is_loopback(to.address) else to.address
                 self._send([guest], check={"store": at, "next": (to_address, to.hello["port"])})
             while waiting := [one for one in here if one not in answers and not one.gone]:
-                answers |= {guest: message["checked"] for guest, message in self._pump() if "checked" in message}
+                answers |= {one: told["checked"] for one, told in self._pump() if "checked" in told and one in here}
                 if time.monotonic() > deadline:
                     self._refuse(f"No answer from {', '.join(one.name for one in waiting)}.")
         wrong = [
@@ -257,7 +271,7 @@ class Head(threading.Thread):
         started, asked, regroup = time.monotonic(), float("inf"), False
         ends: dict[_Guest, dict[str, Any]] = {}  # in the order in which they were heard of
         while running := [one for one in here if one not in ends]:
-            ends |= {guest: message["ended"] for guest, message in self._pump() if "ended" in message}
+            ends |= {one: told["ended"] for one, told in self._pump() if "ended" in told and one in here}
             now = time.monotonic()
             for guest in running:
                 if guest not in ends and (guest.gone or now > asked + END_SECONDS):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
 import socket
 import time
@@ -34,6 +35,41 @@ from evener.launch.supervise import Ending
 
 BEAT_SECONDS, LOST_SECONDS = 5.0, 30.0
 CHECK_SECONDS = 5.0
+
+# What a host may say, beside its beat. Anybody on the network can connect: what is of another form comes from no host.
+_TEXT, _TEXT_OR_NONE, _COUNT_OR_NONE = (str,), (str, type(None)), (int, type(None))
+_FORMS: dict[str, dict[str, tuple[type, ...]]] = {
+    "hello": {
+        "name": _TEXT,
+        "what": _TEXT,
+        "label": _TEXT_OR_NONE,
+        "job": _TEXT_OR_NONE,
+        "head": (bool,),
+        "rank": _COUNT_OR_NONE,
+        "port": (int,),
+        "nproc": (int,),
+        "attempt": (int,),
+    },
+    "checked": {"store": _TEXT_OR_NONE, "next": _TEXT_OR_NONE},
+    "ended": {"code": (int,), "stopped": (bool,), "victim": (bool,), "text": _TEXT},
+}
+
+
+def check_form(message: Mapping[str, Any]) -> None:
+    """Raises ConnectionError for a message of a form that no host sends."""
+    for kind in message.keys() & _FORMS.keys():
+        values, form = message[kind], _FORMS[kind]
+        if not isinstance(values, dict) or not form.keys() <= values.keys():
+            raise ConnectionError(f"its {kind} is none")
+        for name, types in form.items():
+            value = values[name]
+            fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+            least = 1 if name in ("port", "nproc") else -(1 << 31) if name == "code" else 0
+            if not fits or (isinstance(value, int) and not least <= value < 1 << (16 if name == "port" else 31)):
+                raise ConnectionError(f"its {kind} has an odd {name}")
+        job = values["job"] or "-" if kind == "hello" else "-"
+        if not re.fullmatch(r"[^/.\x00-\x1f][^/\x00-\x1f]{0,199}", job):  # it names folders
+            raise ConnectionError("its hello has an odd job")
 
 
 class Line:
@@ -64,7 +100,7 @@ class Line:
         *whole, self.rest = self.rest.split(b"\n")
         try:
             return [dict(json.loads(one)) for one in whole]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise ConnectionError("it speaks something else") from None
 
 
@@ -107,6 +143,7 @@ class Tie:
         self.layout, self.hello, self.wait_seconds, self.at = layout, dict(hello), wait, at
         self.restarts, self.losses, self.lost = restarts, 0, ""
         self.line: Line | None = None
+        self.early: Verdict | None = None  # came while the ranks still ran: the head's own failure
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         # For others to try: nobody accepts there.
@@ -174,6 +211,9 @@ class Tie:
             return None
         try:
             for message in self.line.receive():
+                if "verdict" in message:
+                    self.early = Verdict(**message["verdict"])
+                    return "failed"
                 if "stop" in message:
                     return str(message["stop"])
         except OSError as error:
@@ -192,6 +232,8 @@ class Tie:
 
     def ended(self, ending: Ending, text: str) -> Verdict:
         """Tells how this host's ranks ended, and waits for what that means for all of them."""
+        if self.early is not None:
+            return self.early
         end = {"code": ending.exit_code, "stopped": ending.stopped, "victim": ending.victim, "text": text}
         try:
             if self.line is not None:
