@@ -12,7 +12,7 @@ import torch
 import evener
 from evener.engine import Engine
 from evener.engine.oom import PROVEN
-from evener.errors import MemoryLimitError
+from evener.errors import LessonError, MemoryLimitError
 from tests.models import make, mlp_rows, row_loss, token_loss, token_rows
 from tests.test_call_counts import Synchronisations
 
@@ -137,6 +137,40 @@ def test_a_slice_is_never_cut():
     assert loss.taken() == [4, 4]
     assert "a slice is computed alone, whatever fits" in text
     assert "slice_size=2: another slice is another result with dropout or BatchNorm" in text
+
+
+def test_a_slice_of_one_row_is_not_advised_to_be_cut():
+    model = make()
+    engine = Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Memory(0, token_loss), device="cpu", precision="fp32",
+        exact=True, slice_size=1, report=lambda *event: None,
+    )  # fmt: skip
+    try:
+        text = refused(engine, token_rows(2))
+    finally:
+        engine.close()
+    assert text.startswith("Out of memory in the forward of 1 row.")
+    assert "a slice is computed alone" in text and "microbatch_size" not in text and "slice_size=" not in text
+
+
+def test_out_of_memory_in_before_step_is_said_to_be_there():
+    events, calls = [], []
+
+    def before_step(model):
+        calls.append(1)
+        if len(calls) in (1, 4):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine = engine_for(row_loss, events, before_step=before_step)
+    engine.step(mlp_rows(8))  # made again: what it changes is kept until the optimizer has stepped
+    assert [fields["phase"] for kind, _, fields in events if kind == "oom"] == ["before_step"]
+    engine.step(mlp_rows(8))
+    with pytest.raises(LessonError) as caught:
+        engine.step(mlp_rows(8))
+    text = str(caught.value)
+    assert text.startswith("Out of memory in before_step.\n")
+    assert "before_step may have changed a part of the gradients already" in text
+    assert "optimizer had" not in text and "microbatch_size=4" in text
 
 
 def test_batchnorm_that_sees_whole_microbatches_is_not_cut():

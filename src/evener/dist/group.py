@@ -110,6 +110,8 @@ class Group:
             other = {rank: what for rank, what in arrived.items() if what != name}
             evidence = [f"rank {self.rank}: {str(error).splitlines()[0]}"]
             evidence += [f"rank {rank} called {what} instead" for rank, what in other.items()]
+            if missing and "closed by peer" in str(error):
+                evidence.append("a process has ended: if it failed, its own error is the cause of this one")
             if missing:
                 who = ", ".join(str(rank) for rank in missing)
                 cause = f"{name} must be called on every rank; rank {who} did not call it."
@@ -120,4 +122,3 @@ class Group:
             raise CollectiveError(
                 cause, evidence=evidence, fix=[f"call {name} outside of any `if rank == 0:`, on all ranks alike"]
             ) from error
-

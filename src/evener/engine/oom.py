@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 UNTRIED, STEPPED, PROVEN = range(3)  # of a target: nothing; its optimizer has stepped; its cut is proven too
 MARK = "out of memory"  # instead of what a rank has to say in the first update
 PHASES = ("forward", "backward", "reduction", "optimizer")
+# After the reduction: where, and why it is not tried again there.
+_LATE = {
+    "before_step": ("before_step", "before_step may have changed a part of the gradients already"),
+    "optimizer": ("the optimizer's step", "a part of the parameters may have been changed already"),
+}
 _HEADROOM = 0.05  # of the device's memory, at the peak of an update
 _SPARE = 0.25  # of the host's free memory, for all ranks of a machine, while an optimizer has not stepped
 _SURVIVED = 8  # updates without headroom that prove a cut as well
@@ -66,6 +71,15 @@ def free(device: torch.device) -> None:
         torch.accelerator.empty_cache()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def figures(device: torch.device) -> list[str]:
+    """Of the device's memory, as a line of evidence; none where it has no figures."""
+    if device.type != "cuda":
+        return []
+    peak, (left, total) = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)
+    named = (("this process's peak", peak), ("free now", left), ("in all", total))
+    return [", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in named)]
 
 
 def _is_tight(device: torch.device) -> bool:
@@ -192,31 +206,26 @@ class Ladder:
         rank = engine.group.rank
         who = ranks or [rank]
         where = f" on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}" if engine.distributed else ""
-        what = "in the optimizer's step" if phase == "optimizer" else f"in the {phase} of {_rows(rows)}"
+        late = _LATE.get(phase)
+        what = f"in {late[0]}" if late else f"in the {phase} of {_rows(rows)}"
         evidence = [words] if words else [f"rank {who[0]} has the error's own words"]
-        if engine.device.type == "cuda":
-            peak, (left, total) = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()
-            figures = (("this process's peak", peak), ("free now", left), ("in all", total))
-            evidence.append(", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in figures))
+        evidence += figures(engine.device)
         cause = f"Out of memory {what}{where}."
         if half:
-            evidence.append(
-                "the ranks could not agree on another cut: this one was proven, or the forward communicates"
-            )
-            if not engine.distributed:
-                evidence[-1] = "the optimizer had changed a part of its parameters already"
+            why = "the ranks could not agree on another cut: this one was proven, or the forward communicates"
+            evidence.append(late[1] if late else why)
             fix = [f"start it again: it goes on from the newest checkpoint with microbatch_size={half}"]
             return LessonError(cause, evidence=[*evidence, "`evener run` does that by itself"], fix=fix).of(half)
         if whole:
             evidence.append(f"it is not cut smaller: {whole}")
-        elif phase != "optimizer":
+        elif not late:
             evidence.append("a single row does not fit, with all cached memory freed")
         size = engine.cut.slice_size
         fix = ['activation_checkpointing="full" (the same result, about a third more time)']
-        if size is not None and size > 1 and phase != "optimizer":
+        if size is not None and size > 1 and not late:
             fix.append(f"slice_size={size // 2}: another slice is another result with dropout or BatchNorm")
-        elif whole and phase != "optimizer":
-            fix.append(f"microbatch_size={max(1, rows // 2)} in the script, knowing that")
+        elif whole and size is None and rows > 1 and not late:
+            fix.append(f"microbatch_size={rows // 2} in the script, knowing that")
         if engine.strategy != "fsdp":
             fix.append('strategy="fsdp" on more GPUs: parameters and optimizer state are sharded')
         fix.append('precision="bf16", shorter rows, a smaller model; evener.memory() says who holds memory')

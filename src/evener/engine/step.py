@@ -224,7 +224,7 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
     fold: The factor that is owed goes into the clip: one pass over the gradients. Else `.grad` is final already.
     """
     target, tally, sums, rows = done.target, done.tally, done.sums, done.rows
-    held, unscaled, words = None, done.unscaled, ""
+    held, unscaled, words, phase = None, done.unscaled, "", "optimizer"
     if target.trust == UNTRIED:
         held = Held.of(engine, target)
     while True:
@@ -237,7 +237,9 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
                 if not done.unscaled:
                     unscale(done)
                 if engine.before_step is not None:
+                    phase = "before_step"
                     engine.before_step(engine.given)
+                    phase = "optimizer"
                 gradients = target.spread.gradients()  # surgery may have replaced them
 
             norm = target.spread.norm(gradients)
@@ -300,9 +302,9 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
         if not again:
             largest = max((entry[4] for entry in done.tally.entries), default=0)
             whole = engine.ladder.why_whole
-            raise engine.ladder.error(engine, "optimizer", words, largest, 0 if whole or held else largest // 2, whole)
+            raise engine.ladder.error(engine, phase, words, largest, 0 if whole or held else largest // 2, whole)
         done.unscaled = unscaled
-        fields = {"phase": "optimizer", "ranks": [engine.group.rank], "microbatch_size": None, "text": words}
+        fields = {"phase": phase, "ranks": [engine.group.rank], "microbatch_size": None, "text": words}
         engine.report("oom", engine.number, fields)
 
 

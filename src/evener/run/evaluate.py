@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -18,10 +18,11 @@ from evener.engine import Engine
 from evener.engine.cut import Cut
 from evener.engine.join import Join
 from evener.engine.mean import Mean, total_of
+from evener.engine.oom import figures, free, is_oom
 from evener.engine.randomness import Randomness
 from evener.engine.shards import Shards
-from evener.errors import DataError, LossError, UsageError
-from evener.run.predict import checked, in_dataset_order
+from evener.errors import DataError, EvenerError, LossError, MemoryLimitError, UsageError
+from evener.run.predict import checked, in_dataset_order, raise_told, told
 
 MetricFn = Callable[..., Any]
 
@@ -88,6 +89,7 @@ class Walk:
         self.beat = beat
         self.module, self.rows, self.randomness, self.exact = module, source.rows, engine.randomness, config.exact
         self.group, self.batch_size = engine.group, batch_size
+        self.device, self.stream = engine.device, source.stream
         self.autocast = engine.autocast if engine.autocast is not None else contextlib.nullcontext
         rank, world_size = self.group.rank, self.group.world_size
         # Fixed chunks, whoever computes one: in exact mode its values do not depend on the world size.
@@ -113,7 +115,7 @@ class Walk:
         """fn(*args), with the model's parameters at hand."""
         return self.shards.call(fn, *args) if self.shards is not None else fn(*args)
 
-    def pieces(self) -> Iterator[tuple[int, Any, int]]:
+    def pieces(self) -> Generator[tuple[int, Any, int], None, None]:
         """(first row in the dataset, batch, rows); the caller computes inside autocast and without gradients.
 
         The first row is negative where the rank has nothing left and another has: then it computes and forgets.
@@ -132,6 +134,46 @@ class Walk:
         finally:
             self.feed.close()
 
+    def each(self, what: str, use: Callable[[int, Any, int], None]) -> EvenerError | None:
+        """use(first row, batch, rows) for all pieces, up to a problem that the other ranks must be told of.
+
+        Raises:
+            MemoryLimitError: where the others cannot be told: they wait for this rank's part of a computation.
+        """
+        problem: EvenerError | None = None
+        pieces, rows = self.pieces(), self.batch_size
+        while True:
+            given = False
+            try:
+                if (piece := next(pieces, None)) is None:
+                    return problem
+                given, rows = True, piece[2]
+                if problem is None:
+                    use(*piece)
+            except DataError as error:
+                problem = error
+            except RuntimeError as error:
+                if not is_oom(error):
+                    raise
+                problem = self._out_of_memory(what, str(error).split("\n", 1)[0], rows)
+            del piece
+            if problem is not None and not self.stream:
+                pieces.close()  # a stream is read on: its ranks tell each other how far they are
+            if isinstance(problem, MemoryLimitError):
+                free(self.device)
+                if self.shards is not None or (self.stream and not given):
+                    raise problem
+
+    def _out_of_memory(self, what: str, words: str, rows: int) -> MemoryLimitError:
+        many = f"{rows} row{'s' if rows > 1 else ''}"
+        where = f" on rank {self.group.rank}" if self.group.world_size > 1 else ""
+        less = [f"batch_size={rows // 2} in {what}: fewer rows at once, the same answer"] if rows > 1 else []
+        return MemoryLimitError(
+            f"Out of memory in {what} of {many} at once{where}.",
+            evidence=[words, *figures(self.device), "the training is as it was: nothing of it was changed"],
+            fix=[*less, "shorter rows, or a smaller model; evener.memory() says who holds memory"],
+        )
+
 
 def _moves(stream: Any) -> bool:
     """Whether iterating a stream changes the object itself, for another iteration that is under way."""
@@ -143,18 +185,23 @@ def evaluate(walk: Walk, model: Any, metric_fn: MetricFn) -> tuple[dict[str, flo
     chunks: list[int] = []
     values: list[Any] = []  # total, count, total, ... of every chunk's means, on the device until the end
     names: list[list[str]] = []
-    for at, batch, rows in walk.pieces():
+
+    def use(at: int, batch: Any, rows: int) -> None:
         means = as_means(walk.call(metric_fn, model, batch), rows)
-        if at < 0:
-            continue
-        chunks.append(at)
-        names.append(list(means))
-        for mean in means.values():
-            values += [total_of(mean.form, mean.value, mean.count), mean.count]
-    read = iter(_read(values))
-    mine = [[at, {name: [next(read), next(read)] for name in of}] for at, of in zip(chunks, names)]
+        if at >= 0:
+            chunks.append(at)
+            names.append(list(means))
+            for mean in means.values():
+                values.extend([total_of(mean.form, mean.value, mean.count), mean.count])
+
+    problem = walk.each("evaluate", use)
+    read = iter(_read(values) if problem is None else ())
+    found = zip(chunks, names) if problem is None else ()
+    mine = [[at, {name: [next(read), next(read)] for name in of}] for at, of in found]
     with walk.group.call("evaluate"):
-        every: list[list[Any]] = comm.all_gather(mine)
+        answers: list[list[Any]] = comm.all_gather([told(problem), mine])
+    raise_told(problem, [said for said, _ in answers])
+    every = [one for _, one in answers]
     sums: dict[str, list[float]] = {}
     for _, pairs in sorted((one for ranks in every for one in ranks), key=lambda one: one[0]):
         for name, (total, count) in pairs.items():
@@ -167,14 +214,13 @@ def evaluate(walk: Walk, model: Any, metric_fn: MetricFn) -> tuple[dict[str, flo
 def predict(walk: Walk, model: Any, fn: Callable[..., Any]) -> torch.Tensor:
     """fn's values for every row, in dataset order, on every rank and on the CPU. Collective."""
     outputs: list[tuple[int, int, torch.Tensor]] = []
-    problem: DataError | None = None
-    try:
-        for at, batch, rows in walk.pieces():
-            values = checked(walk.call(fn, model, batch), rows)
-            if at >= 0:
-                outputs.append((at, at + rows, values))
-    except DataError as error:
-        problem = error
+
+    def use(at: int, batch: Any, rows: int) -> None:
+        values = checked(walk.call(fn, model, batch), rows)
+        if at >= 0:
+            outputs.append((at, at + rows, values))
+
+    problem = walk.each("predict", use)
     with walk.group.call("predict"):
         return in_dataset_order(outputs, walk.rows, problem)
 

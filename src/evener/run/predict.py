@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from evener.dist import comm
-from evener.errors import DataError
+from evener.errors import DataError, EvenerError, MemoryLimitError
 
 
 def in_dataset_order(
-    outputs: list[tuple[int, int, torch.Tensor]], rows: int, problem: DataError | None = None
+    outputs: list[tuple[int, int, torch.Tensor]], rows: int, problem: EvenerError | None = None
 ) -> torch.Tensor:
     """All ranks' (start, stop, values of those rows) as one CPU tensor of `rows` rows. Collective.
 
     problem: what went wrong on this rank: then every rank raises, and none waits for another.
 
     Raises:
-        DataError: on all ranks: a problem of any rank, or shapes that differ.
+        DataError, MemoryLimitError: on all ranks: a problem of any rank, or shapes that differ.
     """
     spans = [(start, stop) for start, stop, _ in outputs]
     kinds = sorted({(tuple(values.shape[1:]), str(values.dtype).removeprefix("torch.")) for *_, values in outputs})
-    said = None if problem is None else [problem.cause, list(problem.evidence), list(problem.fix)]
-    every: list[dict[str, Any]] = comm.all_gather({"spans": spans, "kinds": kinds, "problem": said})
-    if problem is not None:
-        raise problem
-    for one in every:
-        if one["problem"] is not None:
-            cause, evidence, fix = one["problem"]
-            raise DataError(cause, evidence=evidence, fix=fix)
+    every: list[dict[str, Any]] = comm.all_gather({"spans": spans, "kinds": kinds, "problem": told(problem)})
+    raise_told(problem, [one["problem"] for one in every])
     found = sorted({(tuple(shape), dtype) for one in every for shape, dtype in one["kinds"]})
     if len(found) > 1:
         raise DataError(
@@ -51,6 +46,23 @@ def in_dataset_order(
             result[start:stop] = values[at : at + stop - start]
             at += stop - start
     return result
+
+
+def told(problem: EvenerError | None) -> list[Any] | None:
+    """What went wrong on this rank, for the others."""
+    if problem is None:
+        return None
+    return [isinstance(problem, MemoryLimitError), problem.cause, list(problem.evidence), list(problem.fix)]
+
+
+def raise_told(problem: EvenerError | None, every: Sequence[list[Any] | None]) -> None:
+    """Raise this rank's problem, else the first of another's, of `told` on all ranks."""
+    if problem is not None:
+        raise problem
+    for one in every:
+        if one is not None:
+            memory, cause, evidence, fix = one
+            raise (MemoryLimitError if memory else DataError)(cause, evidence=evidence, fix=fix)
 
 
 def checked(values: Any, rows: int) -> torch.Tensor:

@@ -93,7 +93,8 @@ def in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:
         return f"no gradient reached: {shown}"
     if kind == "oom":
         who = ", ".join(map(str, fields["ranks"]))
-        then = f"microbatches of {fields['microbatch_size']} rows" if fields["microbatch_size"] else "as before"
+        size = fields["microbatch_size"]
+        then = f"microbatches of {size} row{'s' if size > 1 else ''}" if size else "as before"
         return f"update {update}: out of memory in the {fields['phase']} on rank {who}; made again, {then}"
     if kind == "grow":
         return f"update {update}: a larger microbatch is tried again"
