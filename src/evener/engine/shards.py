@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evener.dist.blank import materialise
 from evener.engine.blocks import find_blocks
@@ -334,6 +335,17 @@ class Shards:
         what = f"hsdp: {copies} copies, each over {self.among} ranks; " if copies > 1 else "fsdp: "
         kept = "reduced once, whole until then" if self.options.accumulate == "keep" else "reduced per microbatch"
         return f"{what}{blocks + ' and the rest' if blocks else 'the model as one block'}, {after}; gradients {kept}"
+
+
+class WholeNumbers(TorchDispatchMode):
+    """A number that is read from a DTensor (`.item()`, float()) is the whole tensor's: torch gives this rank's part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
+            args = (args[0].full_tensor(),)
+        return func(*args, **(kwargs or {}))
 
 
 def _prepare(parameter: Parameter, device: torch.device) -> None:
