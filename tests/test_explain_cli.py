@@ -264,3 +264,13 @@ def test_an_uncaught_exception_of_a_known_kind_is_explained_below_its_traceback(
     done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("Traceback"), done.stderr
     assert all(one in done.stderr for one in there) and not any(one in done.stderr for one in absent), done.stderr
+
+
+def test_a_job_whose_ends_nobody_recorded_did_not_leave(tmp_path, capsys):
+    """It may be running: a hang was looked at while its processes lived, and was told to grep for exit()."""
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"rank": rank, "pid": 400 + rank, "started": 1.0}))
+        (tmp_path / f"rank{rank}.log").write_text("epoch 0 loss 2.1\n")
+    assert main(["explain", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "left in the middle" not in text

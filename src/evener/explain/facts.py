@@ -288,11 +288,13 @@ def _ends_of_fates(facts: Facts) -> list[Ended]:
     found = []
     facts.ranks |= facts.fates.keys()
     order = facts.lines[-1].order + 1 if facts.lines else 0
+    over = any(one.how is not None or one.code is not None or one.stopped for one in facts.fates.values())
     for fate in facts.fates.values():
         if fate.stopped and fate.pid is not None:
             facts.stopped.add(fate.pid)
         quiet = fate.how in (None, "exit") or (fate.how == "finished" and fate.code not in (0, None))
-        gone = fate.how is None and fate.code is None and not fate.stopped and fate.pid is not None
+        # Where nobody's end is recorded, the job may still be running.
+        gone = over and fate.how is None and fate.code is None and not fate.stopped and fate.pid is not None
         if not gone and (not quiet or fate.code is None or (fate.code == 0 and fate.how == "exit")):
             continue
         if gone:  # it was not there any more when the launcher stopped the others
