@@ -72,3 +72,33 @@ def test_ranks_that_choose_alike_are_not(ranks):
     expected = ranks(2)(dropped, "equal", "ddp", False)[0]
     for norms in ranks(2)(dropped, "equal", "fsdp", False):
         assert norms == pytest.approx(expected, rel=1e-12)
+
+
+def scaled_by_numbers(strategy):
+    """Each gradient to a norm of at most 0.05, with numbers that Python reads."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, dtype=torch.float64)[2 * evener.rank() :][:2]
+    read = []
+
+    def before_step(model):
+        for p in model.parameters():
+            norm = p.grad.norm().item()
+            read.extend([norm, float(p.grad.sum()), float(p.grad.abs().sum()), bool(p.grad.norm() > 0.05)])
+            if norm > 0.05:
+                p.grad.mul_(0.05 / norm)
+
+    model = seeded(Dropped).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = evener.Engine(
+        model, optimizer, lambda model, batch: model(batch, 0).square().mean() + model.blocks[0](batch).mean(),
+        device="cpu", precision="fp32", strategy=strategy, before_step=before_step,
+    )  # fmt: skip
+    norms = [engine.step(x).grad_norm for _ in range(2)]
+    engine.close()
+    return read + norms
+
+
+def test_numbers_that_before_step_reads_are_whole(ranks):
+    expected = ranks(2)(scaled_by_numbers, "ddp")[0]
+    for numbers in ranks(2)(scaled_by_numbers, "fsdp"):
+        assert numbers == pytest.approx(expected, rel=1e-9, abs=1e-14)

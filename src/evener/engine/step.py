@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ import torch
 from evener.engine.join import Part
 from evener.engine.oom import PROVEN, STEPPED, UNTRIED, Again, Held, free, is_oom
 from evener.engine.precision import refuse_autocast
+from evener.engine.shards import WholeNumbers
 from evener.engine.tally import Tally, as_loss, refuse_names
 from evener.engine.target import LossFn, Target
 from evener.engine.update import Update
@@ -238,7 +240,8 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
                     unscale(done)
                 if engine.before_step is not None:
                     phase = "before_step"
-                    engine.before_step(engine.given)
+                    with nullcontext() if engine.shards is None else WholeNumbers():  # type: ignore[no-untyped-call]
+                        engine.before_step(engine.given)
                     phase = "optimizer"
                 gradients = target.spread.gradients()  # surgery may have replaced them
 
