@@ -239,6 +239,31 @@ def test_a_damaged_file_is_shown_as_far_as_it_goes(tmp_path, capsys):
     assert "could not be read" in page_of(folder, capsys=capsys)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_no_run_and_nothing_waits_for_it(tmp_path, capsys):
+    folder = write(tmp_path / "run", start(1.0), update(0, 2.0))
+    os.mkfifo(folder / "config.json")
+    os.mkfifo(folder / "events-rank1.jsonl")
+    assert told(folder, capsys)["updates"] == 1
+    (folder / "events.jsonl").unlink()
+    os.mkfifo(folder / "events.jsonl")
+    assert main(["report", str(folder)]) == 2
+    assert "events.jsonl cannot be read (it is no regular file)" in capsys.readouterr().err
+
+
+def test_times_that_are_none_count_for_nothing(tmp_path, capsys):
+    odd = (10**400, -5, "nan", "inf", 1e300)
+    folder = write(tmp_path / "run", start(1.0), update(0, 2.0))
+    write(folder, *({"kind": "checkpoint", "t": 3.0, "path": "x", "seconds": one} for one in odd))
+    write(folder, *({"kind": "resume", "t": 3.0, "checkpoint": "x", "redone_updates": one} for one in odd[:1]))
+    write(folder, update(1, 4.0), *(update(number, t) for number, t in enumerate(odd, 2)))
+    one = told(folder, capsys)
+    assert (one["wall_seconds"], one["redone_updates"]) == (3.0, 0)
+    assert 0.0 <= one["goodput"] <= 1.0 and one["headline"].startswith("7 updates in 3 s")
+    backwards = told(write(tmp_path / "back", start(10.0), update(0, 2.0)), capsys)
+    assert backwards["wall_seconds"] == 0.0 and backwards["goodput"] is None
+
+
 def test_a_run_that_still_goes_is_shown_up_to_its_newest_word(tmp_path, capsys):
     from evener.report.folder import RunFolder
 

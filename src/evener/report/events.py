@@ -7,9 +7,11 @@ finite is the text "nan", "inf" or "-inf", and no terminal acts on what `cat` sh
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -95,7 +97,10 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     Kinds that KINDS does not know are passed on: the file may come from a newer version. Of a file that grows
     meanwhile, what was there at first; a last line without its end is torn, or not yet whole.
     """
-    with open(path, "rb") as file:
+    # Of a pipe that nobody writes to even the opening would wait for ever.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         left, number = os.fstat(file.fileno()).st_size, 0
         while left > 0 and (line := file.readline(min(left, _LONGEST_LINE))):
             left, number = left - len(line), number + 1

@@ -146,6 +146,8 @@ def read_json(folder: str | os.PathLike[str], names: str, *keys: str) -> list[di
     """
     found = []
     for path in glob.glob(os.path.join(glob.escape(os.fspath(folder)), names)):
+        if not os.path.isfile(path):  # a pipe would be waited for
+            continue
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
             value = json.load(file)
             if isinstance(value, dict) and set(keys) <= set(value):

@@ -7,6 +7,7 @@ was asked for is no loss, and the pause until the next start is left out.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,28 +44,33 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput | None:
     lost = paused = 0.0
     asked = False  # the newest start follows a stop that was asked for
     for event in events:
-        kind, now = event.get("kind"), event.get("t")
-        if not isinstance(now, float | int):
+        kind, now = event.get("kind"), _finite(event.get("t"), -1.0)
+        if not 0 <= now < 1e11:  # a year that calendars know
             continue
         if kind == "start":
             first = now if first is None else first
             asked = stopped is not None
-            paused += now - stopped if stopped is not None else 0.0
+            paused += max(0.0, now - stopped) if stopped is not None else 0.0
             stopped = None
         elif kind == "stop":
             stopped = now
         elif kind == "checkpoint":
-            saved[Path(str(event.get("path"))).name] = now - (number(event.get("seconds")) or 0.0)
+            saved[Path(str(event.get("path"))).name] = now - _finite(event.get("seconds"))
         elif kind == "resume" and not asked:
             restarts += 1
-            redone += int(number(event.get("redone_updates")) or 0)
+            redone += int(_finite(event.get("redone_updates")))
             lost_since = saved.get(str(event.get("checkpoint")), last if last else now)
         elif kind == "update" and lost_since is not None:
-            lost, lost_since = lost + now - lost_since, None
+            lost, lost_since = lost + max(0.0, now - lost_since), None
         last = now
     if first is None or last is None:
         return None
-    return Goodput(restarts, redone, round(lost, 3), round(last - first - paused, 3))
+    return Goodput(restarts, redone, round(lost, 3), round(max(0.0, last - first - paused), 3))
+
+
+def _finite(value: object, otherwise: float = 0.0) -> float:
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else otherwise
 
 
 def newest_update(folder: Path) -> int | None:
