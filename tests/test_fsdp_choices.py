@@ -102,3 +102,36 @@ def test_numbers_that_before_step_reads_are_whole(ranks):
     expected = ranks(2)(scaled_by_numbers, "ddp")[0]
     for numbers in ranks(2)(scaled_by_numbers, "fsdp"):
         assert numbers == pytest.approx(expected, rel=1e-9, abs=1e-14)
+
+
+def with_parameters(kind, strategy):
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, dtype=torch.float64)[2 * evener.rank() :][:2]
+
+    def loss_fn(model, batch):
+        if kind == "penalty":
+            return model(batch, 0).square().mean() + sum(p.square().sum() for p in model.blocks[1].parameters())
+        if kind == "metric":
+            size = sum(p.detach().square().sum() for p in model.blocks[1].parameters())
+            return model(batch, 0).square().mean(), {"size": evener.Mean(total=size, count=1)}
+        batch = batch.clone().requires_grad_()
+        output = model(batch, 0)
+        (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
+        return output.square().mean() + slope.square().mean()
+
+    model = seeded(Dropped).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = evener.Engine(model, optimizer, loss_fn, device="cpu", precision="fp32", strategy=strategy)
+    try:
+        return engine.step(x).grad_norm
+    except evener.EvenerError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", ["penalty", "metric", "slope"])
+def test_whole_parameters_in_loss_fn_are_refused_in_words(ranks, kind):
+    for words in ranks(2)(with_parameters, kind, "fsdp"):
+        assert "loss_fn computes with parameters themselves" in words and 'strategy="ddp"' in words
+    assert ranks(2)(with_parameters, kind, "ddp")[0] > 0  # it is right there

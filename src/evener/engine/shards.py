@@ -348,6 +348,21 @@ class WholeNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def refuse_mixed(error: Exception) -> None:
+    """Words for a backward or a metric that meets a parameter, or its gradient, outside of its block."""
+    # The second: a graph holds on to a gathered parameter whose memory was given back after its block.
+    if any(words in str(error) for words in ("mixed torch.Tensor and DTensor", "out of bounds for storage of size 0")):
+        raise ModelError(
+            "loss_fn computes with parameters themselves, or with a gradient's gradient: fsdp and hsdp have whole "
+            "parameters only while their block runs.",
+            evidence=[str(error).splitlines()[0]],
+            fix=[
+                "a penalty on parameters: the optimizer's weight_decay; a metric of them: outside of loss_fn",
+                'strategy="ddp", which keeps whole parameters on every rank',
+            ],
+        ) from error
+
+
 def _prepare(parameter: Parameter, device: torch.device) -> None:
     """Rank 0's value, on the device, contiguous (FSDP takes no other layout)."""
     if parameter.is_meta:

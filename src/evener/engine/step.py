@@ -28,7 +28,7 @@ import torch
 from evener.engine.join import Part
 from evener.engine.oom import PROVEN, STEPPED, UNTRIED, Again, Held, free, is_oom
 from evener.engine.precision import refuse_autocast
-from evener.engine.shards import WholeNumbers
+from evener.engine.shards import WholeNumbers, refuse_mixed
 from evener.engine.tally import Tally, as_loss, refuse_names
 from evener.engine.target import LossFn, Target
 from evener.engine.update import Update
@@ -89,6 +89,8 @@ def backward(
                 votes = error.votes if isinstance(error, Again) else None
                 words = "" if isinstance(error, Again) else _first_line(error)
                 if words and not is_oom(error):
+                    if engine.shards is not None:
+                        refuse_mixed(error)
                     raise
             # Here and not in the handler, whose traceback keeps the tensors of what failed.
             if engine.shards is None:
