@@ -196,6 +196,33 @@ def test_forked_tracing_leaves_the_objects_alone_and_an_abort_is_an_error():
     assert caught.value.evidence == ("signal 6",)
 
 
+def fails(model, batch):
+    raise ValueError("no such row")
+
+
+def exits(model, batch):
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("loss_fn", "cause"), [(fails, "own code failed"), (exits, "its process with exit code 0")])
+def test_a_loss_function_that_fails_is_no_fault_of_the_trace(loss_fn, cause):
+    model = Mlp()
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, (torch.randn(2, 128), torch.zeros(2).long()))
+    with pytest.raises(EvenerError, match=cause) as caught:
+        step.trace_forked(Cut(microbatch_size=4))
+    assert "on the CPU first" in caught.value.fix[0]
+    if loss_fn is fails:
+        assert 'raise ValueError("no such row")' in caught.value.evidence[0]
+        assert caught.value.evidence[-1] == "ValueError: no such row"
+
+
+def test_a_term_is_never_shown_below_nothing():
+    from evener.cli.plan import _term
+    from evener.plan.values import Term
+
+    assert _term(Term("scratch", -20_000, 0, 3 << 20, "modelled")) == "scratch 0.0 MiB (0.0 MiB to 3.0 MiB), modelled"
+
+
 # ------------------------------------------------------------------------------------------------ CUDA's rules
 
 

@@ -247,7 +247,8 @@ def _peak(shares: Sequence[Share]) -> Iterator[str]:
 
 
 def _term(one: Any) -> str:
-    known = "" if one.low_bytes == one.high_bytes else f" ({amount(one.low_bytes)} to {amount(one.high_bytes)})"
+    low = max(0, one.low_bytes)  # below 0: less than what the trace counts already
+    known = "" if one.low_bytes == one.high_bytes else f" ({amount(low)} to {amount(one.high_bytes)})"
     return f"{one.name} {amount(one.bytes)}{known}, {one.how}"
 
 

@@ -200,6 +200,7 @@ class Step:
                     told = {"error": [type(error).__name__, error.cause, error.evidence, error.fix]}
                 except BaseException as error:
                     told = {"failed": [*_their_line(error), *traceback.format_exception_only(error)]}
+                    told["own"] = _is_theirs(error)
                 with os.fdopen(answer, "w", encoding="utf-8") as file:
                     json.dump(told, file)
             finally:
@@ -217,6 +218,17 @@ class Step:
             kind, cause, evidence, fix = told["error"]
             raise getattr(errors, kind, EvenerError)(cause, evidence=evidence, fix=fix)
         ended = os.waitstatus_to_exitcode(status)
+        if told.get("own"):
+            raise EvenerError(
+                "the script's own code failed in its step.",
+                evidence=[line.strip() for line in told["failed"]],
+                fix=["run it on the CPU first: evener run --cpu; does it fail there, too?"],
+            )
+        if not told and ended >= 0:
+            raise EvenerError(
+                f"the step ended its process with exit code {ended}, so nothing was traced.",
+                fix=["run it on the CPU first: evener run --cpu; what calls os._exit there?"],
+            )
         how = told.get("failed", [f"signal {-ended}" if ended < 0 else f"exit code {ended}"])
         raise EvenerError(
             f"the step could not be traced as {cut.words()}.",
@@ -416,12 +428,18 @@ def _their_line(error: BaseException) -> list[str]:
     return [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
 
 
+def _is_theirs(error: BaseException) -> bool:
+    """Whether the user's own line raised it: what torch or evener raised in a trace may be the trace's fault."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1:]
+    return any(_their_line(error)[:1] == [f"{one.filename}:{one.lineno}: {one.line}"] for one in innermost)
+
+
 def _names_the_line(error: Exception) -> EvenerError:
     return UsageError(
         "the step reads a value, so it cannot be traced without data.",
         evidence=[*_their_line(error), str(error).splitlines()[0]],
         fix=[
             "keep it on the device: torch.where and masks times values in place of .item(), bool() and x[mask]",
-            "or plan nothing: a run that is out of memory cuts its microbatch by itself",
+            "or plan nothing: microbatch_size=8, or a run that is out of memory cuts it by itself",
         ],
     )
