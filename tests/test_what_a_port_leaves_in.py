@@ -184,7 +184,8 @@ def test_functions_of_every_kind_are_taken(tmp_path):
 
 def test_small_mistakes_are_not_raw_errors(tmp_path):
     made = parts()
-    for model in (None, "resnet", [made["model"]]):
+    assert "Run needs a model" in refused(tmp_path, {**made, "model": None})
+    for model in ("resnet", [made["model"]]):
         assert "not a torch.nn.Module" in refused(tmp_path, {**made, "model": model})
     calls = {
         "export(None): not a path": lambda run: run.export(None),

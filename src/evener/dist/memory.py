@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ def _holders() -> Iterator[str]:
     for one in gc.get_objects():
         # type(), not isinstance(): proxies and lazy modules answer that by doing something.
         if issubclass(type(one), torch.Tensor) and type(one) is not torch._subclasses.FakeTensor and not one.is_meta:
-            held.setdefault(one.untyped_storage().data_ptr(), []).append(one)
+            with suppress(NotImplementedError, RuntimeError):  # sparse ones and wrappers have no storage of their own
+                held.setdefault(one.untyped_storage().data_ptr(), []).append(one)
             if one.is_leaf and one.grad is not None:
                 gradient_of[id(one.grad)] = one
     held.pop(0, None)  # empty ones
