@@ -131,6 +131,8 @@ def test_evener_run_ends_with_the_cause_and_its_fix(how, tmp_path):
     again = subprocess.run([BIN / "evener", "explain", logs], capture_output=True, text=True, env=ENVIRONMENT)
     assert again.returncode == 0, again.stderr
     assert "Culprit" in again.stdout and "Evidence" in again.stdout
+    # Every rank's exception is in the records of `evener run`: no word of torchrun's table.
+    assert "closing table" not in again.stdout.partition("Only consequences")[0], again.stdout
 
 
 # --- full shared memory -----------------------------------------------------------------------------------------------

@@ -279,7 +279,8 @@ def plain_exception(match: Match, facts: Facts) -> bool:
         return kind.endswith("KeyboardInterrupt") and bool(raised.frames)
     first = message.splitlines()[0] if message else ""
     match.values |= {"type": kind.rpartition(".")[2], "message": first[:300]}
-    if any(one.summary for one in facts.ended):  # torchrun's closing table says nothing of it
+    # torchrun's closing table says nothing of it; `evener run` has recorded every rank's exception.
+    if any(one.summary for one in facts.ended) and not facts.fates:
         match.become("torchrun-hidden-root-cause")
         match.sub, match.stage = "exception-above", STAGES.index("exception")
     if frame := raised.user_frame():
