@@ -347,7 +347,7 @@ def choose(rows: Iterable[Row], precision: str, saved: str | None = None) -> tup
         near = [row for row in able if row.seconds_per_update is not None and row.seconds_per_update <= fastest * 1.03]
         chosen = min(near, key=simple)
         if len(able) > 1:
-            why.append(f"the fastest of the {len(able)} cuts that {'fit' if best == 0 else 'may fit'}")
+            why.append(f"the fastest of the {len(able)} cuts in {precision} that {'fit' if best == 0 else 'may fit'}")
             if len(near) > 1:
                 why.append(f"{len(near)} are within 3 % of each other: the simplest of them")
     else:
