@@ -143,7 +143,7 @@ class FSDP(Single):
         order[self.shards.rank] = zlib.crc32(self.log.tobytes()) & 0xFFFFFF  # exact in float32
         told = torch.cat([mine, flags, torch.tensor(order, device=mine.device).to(mine.dtype)])
         dist.all_reduce(told)
-        self._compare(told[-len(order) :])
+        self.compare(told[-len(order) :])
         self.square = told[0]
         # Only a rank that did not use a parameter has to ask whether another one did: reading waits for the device.
         unused = [i for i, one in enumerate(self.pieces) if one.rows is not None and not self.used[i]]
@@ -154,7 +154,7 @@ class FSDP(Single):
         self.handed = existing(self.parameters)
         return self.handed
 
-    def _compare(self, orders: torch.Tensor) -> None:
+    def compare(self, orders: torch.Tensor) -> None:
         """FSDP's collectives are paired by their order alone: another one of the same shape would be taken silently."""
         if self.late is not None:
             differs, landed, log = self.late
