@@ -420,12 +420,10 @@ def test_exit_codes_and_choices(tmp_path):
 @needs_compiler
 def test_watch_looks_again_and_ends_quietly(tmp_path):
     import signal
-    from functools import partial
 
     fake = Fake(tmp_path, EIGHT)
     command = [sys.executable, "-m", "evener", "gpus", "--watch", "0.2", "--lock-folder", str(tmp_path / "locks")]
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job's children ignore it
-    process = subprocess.Popen(command, env=fake.environ(), stdout=subprocess.PIPE, text=True, preexec_fn=heed)
+    process = subprocess.Popen(command, env=fake.environ(), stdout=subprocess.PIPE, text=True)
     seen = []
     for line in process.stdout:
         if line.startswith("8 GPUs"):

@@ -466,7 +466,6 @@ def test_no_worker_is_alive_when_the_lease_is_free(tmp_path, who, sig):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it
     )
     try:
         until = time.monotonic() + 180

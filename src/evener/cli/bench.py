@@ -145,6 +145,7 @@ def calibration(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
 
 def keep(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
     from evener.plan.make import calibration_path
+    from evener.report.folder import write_json
 
     name, found = calibration(machine, results)
     path = calibration_path()
@@ -153,9 +154,7 @@ def keep(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> No
         known = json.loads(path.read_text(encoding="utf-8"))
     known["gpus"][name] = {**known["gpus"].get(name, {}), **found}
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps(known, indent=2), encoding="utf-8")
-    fresh.replace(path)
+    write_json(path, known)
     print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())} -> {path}", file=sys.stderr)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch._C import _error_if_any_worker_fails, _remove_worker_pids, _set_worker_pids
 
+from evener.dist.info import usable_cpus
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -85,8 +87,7 @@ def automatic_count(in_memory: bool, local_world_size: int) -> int:
     startable = not multiprocessing.current_process().daemon and (start_method() == "fork" or _has_main_guard())
     if in_memory or not startable:
         return 0
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(4, cpus // max(1, local_world_size))
+    return min(4, usable_cpus() // max(1, local_world_size))
 
 
 def _has_main_guard() -> bool:

@@ -63,6 +63,11 @@ def share(rows: int, rank: int, world_size: int) -> tuple[int, int]:
     return rank * rows // world_size, (rank + 1) * rows // world_size
 
 
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def rank() -> int:
     """This process's rank, 0 in a single process. No communication, no host sync."""
     return here().rank

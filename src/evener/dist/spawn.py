@@ -25,7 +25,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from evener.dist.info import here
+from evener.dist.info import here, usable_cpus
 from evener.errors import EvenerError, LaunchError, UsageError
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from evener.dist.spawn import rank_main; rank_main()"
@@ -177,7 +177,7 @@ class _Rank:
 
 
 def _environment(rank: int, nproc: int, cpu: bool) -> dict[str, str]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cpus()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     kept = {name: value for name, value in os.environ.items() if name != "EVENER_PLAN"}
     return {

@@ -34,7 +34,7 @@ _LOST_PEER_TYPES = frozenset(
 # A crash of this process alone. ABRT is not among them: native code aborts when a *collective* went wrong.
 _CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
-_EVENER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+EVENER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WAITED = re.compile(r"timed? ?out|watchdog", re.IGNORECASE)
 # Where a rank is that waits for others, or may be: the backward of a DDP model reduces.
 _WAITING = re.compile(
@@ -124,7 +124,7 @@ def _is_waiting(stack: Sequence[Line]) -> bool:
 
 def _is_users(frame: Line) -> bool:
     others = r"(site|dist)-packages|/lib/python3|<frozen"
-    return not frame.file.startswith(_EVENER) and not re.search(others, frame.file)
+    return not frame.file.startswith(EVENER) and not re.search(others, frame.file)
 
 
 def users_frame(stack: Sequence[Line]) -> Line | None:

@@ -18,7 +18,6 @@ from evener.launch.records import Line
 from evener.launch.shim import ask_for_stack, state_of
 
 _ANSWER_SECONDS = 2.0  # for a stack; one that the kernel holds gives none
-_EVENER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # By evener's innermost frame. In the step the next frame inwards decides between forward and backward.
 _PHASES = [
     (r"data/", "", "data"),
@@ -123,8 +122,8 @@ def phase_of(stack: Sequence[Line]) -> str:
     """
     inner = ""
     for one in stack:
-        if one.file.startswith(_EVENER) and "/launch/" not in one.file and "/dist/" not in one.file:
-            name = one.file.removeprefix(_EVENER)
+        if one.file.startswith(failure.EVENER) and "/launch/" not in one.file and "/dist/" not in one.file:
+            name = one.file.removeprefix(failure.EVENER)
             if name.startswith("engine/step") and re.search(r"torch/autograd/", inner):
                 return "backward"
             found = (
@@ -139,7 +138,7 @@ def phase_of(stack: Sequence[Line]) -> str:
 def _where(stack: Sequence[Line]) -> str:
     if not stack:
         return "in a place that it could not tell: in the kernel, or in native code that takes no signals"
-    own = failure.users_frame([one for one in stack if not one.file.startswith(_EVENER)])
+    own = failure.users_frame([one for one in stack if not one.file.startswith(failure.EVENER)])
     call = next((one.function for one in stack if one.file.endswith("distributed_c10d.py")), "")
     line = "" if own is None else f", {failure.line_text(own, os.getcwd())}"
     return f"in phase {phase_of(stack)}{f' ({call})' if call else ''}{line}"

@@ -98,14 +98,13 @@ class Bench:
     def machine(self) -> dict[str, Any]:
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else cpu_name()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         return {
             "device": self.device.type,
             "name": name,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "cores": cores,
+            "cores": info.usable_cpus(),
             "load": load,
             "world_size": info.here().world_size,
         }
@@ -223,14 +222,13 @@ class Bench:
 
     def data(self) -> Iterator[dict[str, Any]]:
         dataset, said = dataset_of(self.asked["dataset"])
-        cores: int = self.machine()["cores"]
+        cores = info.usable_cpus()
         rates: dict[int, float] = {}
         for workers in sorted({0, 1, 2, 4, 8, 16, cores} & set(range(cores + 1))):
             self.show(f"{said}, {workers} workers")
             loader = DataLoader(
                 dataset, batch_size=32, num_workers=workers, shuffle=True, persistent_workers=workers > 0
             )
-            rows, began = 0, 0.0
             rows_per_second = []
             for _ in range(3):  # the first pass starts the workers
                 rows, began = 0, time.perf_counter()

@@ -34,7 +34,19 @@ class Bucket:
         self.work: dist.Work | None = None
 
 
-class DDP(Single):
+class Replicas(Single):
+    """Every rank has the whole model, and what is added up is added up over ranks."""
+
+    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
+        return all_reduce(vector, overlap=overlap)
+
+    def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
+        total = super().fold(flats, rows, like)
+        dist.all_reduce(total)
+        return total
+
+
+class DDP(Replicas):
     """`strategy="ddp"`. Gradients are summed in `reduce_dtype` (None: their own)."""
 
     name = "ddp"
@@ -138,14 +150,6 @@ class DDP(Single):
             view = bucket.views[k]
             # The view itself, not a copy: the gradient autograd made is freed here.
             parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
-
-    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
-        return all_reduce(vector, overlap=overlap)
-
-    def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
-        total = super().fold(flats, rows, like)
-        dist.all_reduce(total)
-        return total
 
     def close(self) -> None:
         for hook in self.hooks:

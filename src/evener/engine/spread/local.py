@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.engine.spread import Tensors, all_reduce, existing, norm_of
-from evener.engine.spread.single import Single
+from evener.engine.spread import Tensors, existing, norm_of
+from evener.engine.spread.ddp import Replicas
 
 _BYTES = 25 << 20
 
 
-class LocalSGD(Single):
+class LocalSGD(Replicas):
     """ddp with `sync_every`. `also`: further tensors to average (the running average of the weights)."""
 
     name = "ddp"
@@ -71,14 +71,6 @@ class LocalSGD(Single):
         square = norm_of(gradients).square()
         dist.all_reduce(square)
         return (square / self.world_size).sqrt()
-
-    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
-        return all_reduce(vector, overlap=overlap)
-
-    def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
-        total = super().fold(flats, rows, like)
-        dist.all_reduce(total)
-        return total
 
     @torch.no_grad()
     def meet(self) -> None:
