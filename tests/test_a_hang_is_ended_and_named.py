@@ -10,7 +10,8 @@ import types
 import pytest
 
 from evener.dist.first import first
-from evener.launch.hang import _EVENER, Hang, phase_of
+from evener.launch.failure import EVENER
+from evener.launch.hang import Hang, phase_of
 from evener.launch.records import Line
 from evener.run.beat import Beat
 
@@ -205,7 +206,7 @@ def test_a_beat_is_a_file_while_something_is_at_work(tmp_path):
 
 def test_the_phase_is_read_from_the_stack():
     def stack(*frames):
-        return [Line(file if file.startswith("/") else _EVENER + file, 1, function, "") for file, function in frames]
+        return [Line(file if file.startswith("/") else EVENER + file, 1, function, "") for file, function in frames]
 
     step = ("engine/step.py", "_pieces")
     user = ("/home/me/train.py", "loss_fn")
