@@ -419,6 +419,15 @@ def test_what_nobody_could_look_at_is_never_called_good():
     assert {one.level for one in silent} == {"unknown"}
 
 
+def test_a_child_that_ended_early_is_no_verdict_on_cuda():
+    for ended in ("hung", "late", "was ended by SIGABRT"):
+        told = {"stage": "gloo", "ended": ended, "seconds": 12.0, "load": 9.0, "cpus": 2}
+        facts = replace(WELL, torch={"version": "2.13.0", "cuda": "12.8"} | told)
+        seen = {one.check: one for one in examine(facts, ["torch-cuda", "arch-list", "collective"])}
+        assert seen["torch-cuda"].level == seen["arch-list"].level == "unknown"
+        assert seen["collective"].level == ("unknown" if ended == "late" else "error")
+
+
 def test_memory_is_hidden_only_when_that_is_certain():
     mute = gpu(
         0, memory_used_bytes=9 * GIB, memory_reserved_bytes=0, processes=(Process(1), Process(2, memory_bytes=1))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from evener.cli import main
 from evener.gpus import from_json, look, nvml, owners, to_json
 from evener.gpus.values import GIB, MIB, Gpu, Process, Snapshot
 from tests.fakenvml import EIGHT, ERAS, ZOO, Fake, needs_compiler
@@ -319,10 +320,16 @@ def test_a_machine_without_a_gpu_gets_a_short_honest_answer():
     assert json.loads(cli(None, "--json").stdout)["trouble"]["kind"] == "no-gpu"
 
 
-def test_a_mac_is_told_what_it_has(monkeypatch):
+def test_a_mac_is_told_what_it_has(monkeypatch, capsys):
+    """Simulated: no Mac has run it. The short table, and the exit code of a machine without NVIDIA GPUs."""
     monkeypatch.setattr("sys.platform", "darwin")
     got = look.look({})
     assert got.trouble.kind == "no-gpu" and "mps" in got.trouble.cause and not got.trouble.broken
+    assert main(["gpus"]) == 3
+    first, second, cpu = capsys.readouterr().out.splitlines()
+    assert first == got.trouble.cause and second == "  its memory is the machine's own"
+    assert cpu.startswith(f"CPU: {os.cpu_count()} usable cores, ") and cpu.endswith(" memory free.")
+    assert main(["gpus", "--env"]) == 3 and capsys.readouterr().out == ""
 
 
 # --- the table, recordings, choices ------------------------------------------------------------------------------------
@@ -455,8 +462,6 @@ def test_verdicts_do_not_guess():
 
 
 def test_holders_name_orphans_and_the_command_that_ends_yours(monkeypatch, capsys):
-    from evener.cli import main
-
     me = owners.user_name(os.getuid())
     found = [
         owners.DeviceHolder(41, me, "python train.py", 7200.0, True, ("/dev/nvidia0", "/dev/nvidiactl")),

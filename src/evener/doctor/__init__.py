@@ -71,12 +71,21 @@ class TorchChild:
         )
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """What it says; {"stage", "ended"} besides when it died, or did not come to its end within `seconds`."""
+        """What it says; {"stage", "ended"} besides when it died, or did not come to its end within `seconds`.
+
+        Then it is "late" when it still computes, with more work on this machine than CPUs; else it "hung".
+        """
         told: dict[str, Any] = {"child": " ".join(self.words)}
         try:
-            output, _ = self.process.communicate(timeout=max(0.0, self.began + seconds - time.monotonic()))
+            before, last = 0.0, min(1.0, seconds / 4)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.communicate(timeout=max(0.0, self.began + seconds - last - time.monotonic()))
+            before = self._cpu_seconds()
+            output, _ = self.process.communicate(timeout=last)
         except subprocess.TimeoutExpired:
-            told["ended"] = "hung"
+            load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+            told |= {"ended": "late" if self._cpu_seconds() > before and load > cpus else "hung"}
+            told |= {"load": round(load, 1), "cpus": cpus}
             self.end()
             output, _ = self.process.communicate()
         for line in output.splitlines():
@@ -86,6 +95,16 @@ class TorchChild:
         if "ended" not in told and code != 0:
             told["ended"] = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
         return told | {"seconds": round(time.monotonic() - self.began, 1)}
+
+    def _cpu_seconds(self) -> float:
+        import psutil  # type: ignore[import-untyped]
+
+        total = 0.0
+        with contextlib.suppress(psutil.Error):
+            child = psutil.Process(self.process.pid)
+            for one in (child, *child.children(recursive=True)):
+                total += sum(one.cpu_times()[:2])
+        return total
 
     def end(self) -> None:
         """Its whole process group: ranks of an all-reduce that hangs must not stay behind."""

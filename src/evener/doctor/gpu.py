@@ -99,8 +99,18 @@ def wheel(driver_cuda: str | None) -> str:
     return next((one for one in reversed(_BUILDS) if int(one[2:]) <= limit), _BUILDS[0])
 
 
+def answered(f: Facts) -> Any:
+    """What torch's child said; a check that needs it ends here when there was none, or too many others worked."""
+    t = known(f.torch, "torch")
+    if t.get("ended") == "late":
+        what = "to start" if t.get("stage") == "import" else f"for its {_STAGES.get(t.get('stage', ''), 'work')}"
+        load = f"load {t['load']:.0f} on {t['cpus']} cores"
+        raise Unknown(f"torch took longer than {t['seconds']:.0f} s {what}; {load}: --timeout 60 waits longer")
+    return t
+
+
 def torch_cuda(f: Facts) -> Faults:
-    t, gpus, has = known(f.torch, "torch"), [gpu for gpu in f.gpus.gpus if gpu.error is None], f.gpus.cuda
+    t, gpus, has = answered(f), [gpu for gpu in f.gpus.gpus if gpu.error is None], f.gpus.cuda
     fill: dict[str, Any] = {"python": f.python, "wheel": wheel(has), "driver": f.gpus.driver or "the driver"}
     stage, ended, needs = t.get("stage"), t.get("ended"), t.get("cuda")
     if ended and stage in ("import", "cuda", None):
@@ -112,6 +122,8 @@ def torch_cuda(f: Facts) -> Faults:
         fix = "no-torch" if "No module named 'torch'" in t["import_error"] else "import"
         yield error(f"import torch fails: {t['import_error']}", fix, **fill)
         return ""
+    if ended and needs:
+        raise Unknown("torch's child ended before it came to CUDA: see collective")
     version = f"torch {t['version']}"
     if needs is None:
         if gpus:
@@ -130,9 +142,9 @@ def torch_cuda(f: Facts) -> Faults:
 
 def arch_list(f: Facts) -> Faults:
     gpus = [gpu for gpu in used(f) if gpu.compute_capability]
-    built = (f.torch or {}).get("arch_list")
+    built = answered(f).get("arch_list")
     if not built:
-        raise Unknown("torch has no list of architectures")
+        raise Unknown("torch told no list of architectures: see torch-cuda")
     for gpu in gpus:
         if not runs_on(gpu.compute_capability or "", built):
             found = f"{label(gpu)} has {gpu.compute_capability}; torch was built for {' '.join(built)}"
@@ -309,10 +321,10 @@ def numa(f: Facts) -> Faults:
 
 
 def collective(f: Facts) -> Faults:
-    t = known(f.torch, "torch")
+    t = answered(f)
     stage, ended = t.get("stage"), t.get("ended")
     if "import_error" in t or (ended and stage not in ("gloo", "nccl")):
-        raise Unknown("torch could not be asked")
+        raise Unknown("torch could not be asked: see torch-cuda")
     fill = {"python": f.python, "child": t.get("child", "")}
     if ended:
         fix = "aborts" if ended != "hung" else "nccl" if stage == "nccl" else "loopback"
