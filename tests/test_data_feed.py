@@ -21,6 +21,7 @@ from evener.data import Cursor, Feed, Order, rng, source_of, updates_in
 from evener.data.transfer import Transfer, ahead, pinned
 from evener.dist.info import share
 from evener.dist.mix import mix
+from evener.errors import MemoryLimitError
 
 CPU = torch.device("cpu")
 START = Cursor()
@@ -505,6 +506,41 @@ def test_the_next_update_is_started_one_ahead_and_its_error_waits():
             log.append(f"train {i}")
     assert log == ["start 0", "start 1", "train 0", "start 2", "train 1", "train 2"]
     assert list(ahead(iter([]), start)) == [] and list(ahead(iter([1]), start)) == [1]
+
+
+class Large:
+    """A batch for which there is no memory the first times that it is copied."""
+
+    def __init__(self, failures):
+        self.failures, self.tensor = failures, torch.ones(3)
+
+    def to(self, device):
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+        return self.tensor.to(device)
+
+
+def test_a_batch_that_does_not_fit_beside_the_one_before_is_copied_after_it():
+    device, log = torch.device("meta"), []
+    assert move(Large(1), device).is_meta  # memory was freed
+    with pytest.raises(MemoryLimitError) as caught:
+        move([torch.ones(2**18), Large(2)], device)
+    assert str(caught.value) == (
+        "Out of memory while a rank's batch of 1.0 MiB is copied to meta.\n"
+        "  CUDA out of memory. Tried to allocate 2.00 GiB\n"
+        "  fix: more processes: each copies its own rows only\n"
+        "       a smaller global_batch_size, or shorter rows"
+    )
+    transfer = Transfer(device)
+
+    def start(batch):
+        log.append("start")
+        return transfer.start([batch])[0][0]
+
+    for batch in ahead(iter([Large(0), Large(2)]), start):
+        log.append("train" if batch.is_meta else "?")
+    assert log == ["start", "start", "train", "start", "train"]
 
 
 def test_a_cuda_transfer_copies_on_its_own_stream_and_the_trainer_waits(monkeypatch):

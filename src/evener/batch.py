@@ -6,12 +6,13 @@ The bottom room with torch: data, engine and run all look at batches the same wa
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from evener.errors import DataError
+from evener.errors import DataError, MemoryLimitError
 
 Split = Callable[[Any, int, int], Any]
 
@@ -172,15 +173,33 @@ def part(batch: Any, start: int, stop: int, split: Split | None = None) -> Any:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch on `device`; itself when it is there already. Copies from pinned memory do not block the host."""
+    """The batch on `device`; itself when it is there already. Copies from pinned memory do not block the host.
+
+    Raises:
+        MemoryLimitError: it does not fit, also after what nobody holds was freed. Nothing has changed.
+    """
     if _is_pair(batch):
         x, y = batch
         if x.device == device and y.device == device:
             return batch
-    return apply(
-        batch,
-        lambda leaf: leaf if leaf.device == device else leaf.to(device, non_blocking=True),
-        lambda other: other.to(device),
+    for again in (True, False):
+        try:
+            return apply(
+                batch,
+                lambda leaf: leaf if leaf.device == device else leaf.to(device, non_blocking=True),
+                lambda other: other.to(device),
+            )
+        except torch.OutOfMemoryError as error:
+            words = str(error).partition("\n")[0]
+        if again:  # outside of the handler, whose traceback keeps what was copied
+            gc.collect()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+    size = sum(leaf.nbytes for _, leaf in leaves(batch))
+    raise MemoryLimitError(
+        f"Out of memory while a rank's batch of {size / 2**20:,.1f} MiB is copied to {device}.",
+        evidence=[words],
+        fix=["more processes: each copies its own rows only", "a smaller global_batch_size, or shorter rows"],
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from evener.batch import apply, move
+from evener.errors import MemoryLimitError
 
 
 def pinned(batch: Any) -> Any:
@@ -68,15 +69,20 @@ class Transfer:
 def ahead(items: Iterator[Any], start: Callable[[Any], Any]) -> Iterator[Any]:
     """Yields `start(item)` of each, having started the next one before: one item of prefetch, in this thread.
 
-    An error in the next item is raised after the current one was delivered, not instead of it.
+    An error in the next item is raised after the current one was delivered, not instead of it. One that has no room
+    beside the current one is started after it.
     """
     held: list[Any] = []
     while True:
         try:
-            coming = [start(next(items))]
+            item = next(items)
+            coming = [start(item)]
         except StopIteration:
             yield from held
             return
+        except MemoryLimitError:
+            yield from held
+            held, coming = [], [start(item)]
         except Exception:
             yield from held
             raise

@@ -150,7 +150,7 @@ class Walk:
                 given, rows = True, piece[2]
                 if problem is None:
                     use(*piece)
-            except DataError as error:
+            except (DataError, MemoryLimitError) as error:
                 problem = error
             except RuntimeError as error:
                 if not is_oom(error):
