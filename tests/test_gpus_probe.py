@@ -194,7 +194,7 @@ def test_the_other_probe_says_the_same(tmp_path, era, sleeper):
     )
     assert got["gpus"][7]["error"] == "GPU is lost"
     fake.write("init LIB_RM_VERSION_MISMATCH")
-    broken = cli(None, "--source", "nvidia-smi", PATH=path)
+    broken = cli(None, PATH=path)
     assert broken.returncode == 4
     assert "nvidia-smi ended with 18: Failed to initialize NVML" in broken.stdout
 
@@ -236,7 +236,7 @@ def test_in_a_container_a_number_is_a_name_only_when_the_process_has_the_gpu_ope
     fake_proc(tmp_path, 44, namespace=owners.HOST_PID_NAMESPACE, opens=(), parent=7)
     assert nvml.named_process(44, 5, "compute", root).user == "root"
     holders, hidden = owners.device_holders(root)
-    assert [(one.pid, one.devices, one.orphan) for one in holders] == [(43, ("/dev/nvidia0",), True)] and hidden == 0
+    assert [(pid, devices, one.parent) for pid, one, devices in holders] == [(43, ("/dev/nvidia0",), 1)] and hidden == 0
 
 
 # --- when the driver does not answer -----------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_in_a_container_a_number_is_a_name_only_when_the_process_has_the_gpu_ope
 )
 def test_a_broken_driver_is_named_and_is_no_empty_answer(tmp_path, init, kind, words):
     fake = Fake(tmp_path, f"init {init}")
-    for form in ((), ("--env",), ("-n", "1", "--uuid"), ("--json",)):
+    for form in ((), ("--env",), ("-n", "1", "--env"), ("--json",)):
         done = cli(fake, *form)
         assert done.returncode == 4, form
         if form == ("--json",):
@@ -404,8 +404,9 @@ def test_exit_codes_and_choices(tmp_path):
         done = cli(fake, *words, *locks)
         return done.returncode, done.stdout.strip(), done.stderr
 
-    assert ask("-n", 1, "--uuid")[:2] == (0, "GPU-fa4e0001-0000-4000-8000-000000000001")
-    assert ask("--model", "a100", "--uuid")[:2] == (0, "GPU-fa4e0003-0000-4000-8000-000000000003")
+    seen = "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES="
+    assert ask("-n", 1, "--env")[:2] == (0, f"{seen}GPU-fa4e0001-0000-4000-8000-000000000001")
+    assert ask("--model", "a100", "--env")[:2] == (0, f"{seen}GPU-fa4e0003-0000-4000-8000-000000000003")
     code, out, err = ask("-n", 2, "--env")
     assert (
         (code, out) == (3, "") and "one kind" in err and "GPU 7: GPU is lost" in err and "GPU 5: 20.5 GiB in use" in err
@@ -464,8 +465,8 @@ def test_verdicts_do_not_guess():
 def test_holders_name_orphans_and_the_command_that_ends_yours(monkeypatch, capsys):
     me = owners.user_name(os.getuid())
     found = [
-        owners.DeviceHolder(41, me, "python train.py", 7200.0, True, ("/dev/nvidia0", "/dev/nvidiactl")),
-        owners.DeviceHolder(42, "ann", "python eval.py", 5.0, False, ("/dev/nvidia1",)),
+        (41, owners.Who(me, "python train.py", 7200.0, 1, 0, 0), ("/dev/nvidia0", "/dev/nvidiactl")),
+        (42, owners.Who("ann", "python eval.py", 5.0, 40, 0, 0), ("/dev/nvidia1",)),
     ]
     monkeypatch.setattr(owners, "device_holders", lambda: (found, 3))
     assert main(["gpus", "--holders"]) == 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
 import time
+from dataclasses import replace
 
 from evener.cli.parser import Parser
 from evener.errors import EvenerError, ShortageError, UsageError
@@ -37,122 +37,96 @@ examples:
 
 
 def parser() -> Parser:
-    options = Parser(
-        prog="evener gpus",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+    options = Parser(prog="evener gpus", description=DESCRIPTION, epilog=EXAMPLES)
     add = options.add_argument
-    add("-n", metavar="N", help="are N idle GPUs of one kind there? with --env or --uuid: which (default 1)")
+    add("-n", metavar="N", help="are N idle GPUs of one kind there? with --env: which (default 1)")
     add("--min-free", metavar="SIZE", help="only GPUs with so much free memory: 20GB, 20GiB")
     add("--model", metavar="NAME", help="only GPUs whose name has this in it: A100")
     show = options.add_mutually_exclusive_group()
     show.add_argument("--json", action="store_true", help="everything, machine-readable; unknown is null")
     show.add_argument("--env", action="store_true", help="the variables that make a process see the chosen GPUs")
-    show.add_argument("--uuid", action="store_true", help="the UUIDs of the chosen GPUs, one a line")
     show.add_argument("--holders", action="store_true", help="processes that have GPU device files open (from /proc)")
     add("--topology", action="store_true", help="also how each pair of GPUs is connected")
     add("--watch", metavar="SECONDS", nargs="?", const="2", help="again every SECONDS (default 2), until Ctrl-C")
     add("--from", metavar="FILE", dest="recorded", help="show a recording instead of this machine")
     add("--record", metavar="FILE", help="write what was read to FILE, as --json would print it")
-    add("--source", choices=look.SOURCES, default="auto", help="which probe (default: NVML, else nvidia-smi)")
     add("--lock-folder", metavar="DIR", help="another folder of leases than this machine's")
     return options
 
 
 def main(argv: list[str]) -> int:
     given = parser().parse_args(argv)
-    chosen = wish(given)
+    wish = to_wish(given)
     if given.holders:
         return holders()
-    if given.watch is None:
-        return show(given, chosen)
-    seconds = pick.parse_seconds(given.watch, "--watch")
+    seconds = pick.parse_seconds(given.watch or "2", "--watch")
     try:
         while True:
-            text, code = render(given, chosen)
-            clear = "\x1b[H\x1b[J" if sys.stdout.isatty() else ""
-            print(f"{clear}{time.strftime('%H:%M:%S')}\n{text}", end="", flush=True)
-            if code == 4:
+            text, code = answer(given, wish)
+            head = "\x1b[H\x1b[J" * sys.stdout.isatty() + time.strftime("%H:%M:%S\n") if given.watch else ""
+            print(f"{head}{text}", end="", flush=True)
+            if not given.watch or code == 4:
                 return code
             time.sleep(seconds)
     except KeyboardInterrupt:
         return 0
 
 
-def wish(given: argparse.Namespace) -> pick.Wish | None:
+def to_wish(given: argparse.Namespace) -> pick.Wish | None:
     """What is asked for; None when only the table is."""
-    count = None
-    if given.n is not None:
-        if not given.n.isdecimal() or int(given.n) < 1:
-            raise UsageError(f"-n {given.n}: how many GPUs, 1 or more.")
-        count = int(given.n)
-    asked = given.n or given.env or given.uuid or given.min_free or given.model
+    if given.n is not None and not (given.n.isdecimal() and int(given.n)):
+        raise UsageError(f"-n {given.n}: how many GPUs, 1 or more.")
+    asked = given.n or given.env or given.min_free or given.model
     free = pick.parse_size(given.min_free, "--min-free") if given.min_free else 0
-    return pick.Wish(count=count or 1, min_free_bytes=free, model=given.model) if asked else None
+    return pick.Wish(count=int(given.n or 1), min_free_bytes=free, model=given.model) if asked else None
 
 
-def show(given: argparse.Namespace, chosen: pick.Wish | None) -> int:
-    text, code = render(given, chosen)
-    print(text, end="")
-    return code
-
-
-def render(given: argparse.Namespace, chosen: pick.Wish | None) -> tuple[str, int]:
+def answer(given: argparse.Namespace, wish: pick.Wish | None) -> tuple[str, int]:
     """The answer and its exit code. Raises what says why there is none, when no more than a choice was asked."""
-    snapshot = take(given)
-    if given.record:
-        record(snapshot, given.record)
-    error = verdict(snapshot, chosen, {} if given.recorded else os.environ)
-    picked = error if isinstance(error, pick.Picked) else None
-    if given.env or given.uuid:
-        if picked is None:
-            assert isinstance(error, EvenerError)
-            raise error
-        values = visible.to_variable(picked.uuids)
-        return (" ".join(f"{k}={v}" for k, v in values.items()) if given.env else "\n".join(picked.uuids)) + "\n", 0
-    code = error.exit_code if isinstance(error, EvenerError) else 0
+    snapshot, picked, error = take(given), None, None
+    try:
+        pick.refuse_trouble(snapshot)
+        if not snapshot.gpus:
+            raise ShortageError("The driver answers, and shows no GPU.")
+        if wish is not None:
+            found = pick.choose(wish, pick.universe(snapshot, {} if given.recorded else os.environ))
+            if isinstance(found, ShortageError):
+                raise found
+            picked = found
+    except EvenerError as raised:
+        if given.env:
+            raise
+        error = raised
+    if picked is not None and given.env:
+        return " ".join(f"{name}={value}" for name, value in visible.to_variable(picked.uuids).items()) + "\n", 0
+    code = error.exit_code if error is not None else 0
     if given.json:
         return json.dumps(to_json(snapshot), indent=2) + "\n", code
     text = table.render(snapshot, topology=given.topology)
     if not snapshot.gpus and not given.recorded and code != 4:
         text += this_machine()
     if picked is not None:
-        names = ", ".join(f"GPU {gpu.index}" for gpu in picked.gpus)
-        text += f"{chosen}: {names} would be taken.\n"
-    elif chosen is not None and snapshot.gpus:
+        text += f"{wish}: {', '.join(f'GPU {gpu.index}' for gpu in picked.gpus)} would be taken.\n"
+    elif wish is not None and snapshot.gpus:
         text += f"{error}\n"
     return text, code
 
 
 def take(given: argparse.Namespace) -> Snapshot:
+    """What is recorded, or is here now; kept, where that is asked."""
     if given.recorded:
-        return look.read_recording(given.recorded)
-    folder = leases.Folder(given.lock_folder or leases.default_path())
-    found = look.look(os.environ, source=given.source, holder_of=folder.holder)
-    waiting = tuple(f"waits for GPUs: {who}" for who in folder.waiting())
-    return dataclasses.replace(found, notes=(*found.notes, *waiting))
-
-
-def verdict(
-    snapshot: Snapshot, chosen: pick.Wish | None, environ: os._Environ[str] | dict[str, str]
-) -> pick.Picked | EvenerError | None:
-    """What would be taken, or why nothing; None when there are GPUs and nobody asked for some."""
-    try:
-        pick.refuse_trouble(snapshot)
-        if not snapshot.gpus:
-            return ShortageError("The driver answers, and shows no GPU.")
-        return pick.choose(chosen, pick.universe(snapshot, environ)) if chosen is not None else None
-    except EvenerError as error:
-        return error
-
-
-def record(snapshot: Snapshot, path: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(to_json(snapshot), file, indent=2)
-    except OSError as error:
-        raise UsageError(f"--record {path}: {error.strerror}.", fix=["a file that can be written"]) from None
+        found = look.read_recording(given.recorded)
+    else:
+        folder = leases.Folder(given.lock_folder or leases.default_path())
+        found = look.look(os.environ, holder_of=folder.holder)
+        found = replace(found, notes=(*found.notes, *(f"waits for GPUs: {who}" for who in folder.waiting())))
+    if given.record:
+        try:
+            with open(given.record, "w", encoding="utf-8") as file:
+                file.write(json.dumps(to_json(found), indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"--record: {given.record} cannot be written: {error.strerror}.") from None
+    return found
 
 
 def this_machine() -> str:
@@ -162,22 +136,22 @@ def this_machine() -> str:
     from evener.launch.machine import usable_cpus
 
     cpus, memory = usable_cpus(), psutil.virtual_memory()
-    text = f"CPU: {cpus} usable core{'s' if cpus > 1 else ''}, {look.size(memory.available)} of "
-    return f"{text}{look.size(memory.total)} memory free.\n"
+    free = f"{look.size(memory.available)} of {look.size(memory.total)} memory free"
+    return f"CPU: {cpus} usable core{'s' if cpus > 1 else ''}, {free}.\n"
 
 
 def holders() -> int:
     if not os.path.isdir("/proc/self/fd"):
         raise UsageError("--holders reads /proc, which this system has not.")
     found, hidden = owners.device_holders()
-    for one in found:
-        orphan = " · orphan: its parent is gone" if one.orphan else ""
-        print(f"pid {one.pid} {one.user}, for {look.duration(one.age_seconds)}{orphan}: {one.command}")
-        print(f"    {', '.join(one.devices)}")
+    for pid, who, devices in found:
+        orphan = " · orphan: its parent is gone" if who.parent == 1 else ""
+        print(f"pid {pid} {who.user}, for {look.duration(who.age_seconds)}{orphan}: {who.command}")
+        print(f"    {', '.join(devices)}")
     if not found:
         print("No process has an NVIDIA device file open" + (", as far as you may see." if hidden else "."))
-    mine = [str(one.pid) for one in found if one.orphan and one.user == owners.user_name(os.getuid())]
-    if mine:
+    me = owners.user_name(os.getuid())
+    if mine := [str(pid) for pid, who, _ in found if who.parent == 1 and who.user == me]:
         print(f"orphans of yours: kill {' '.join(mine)}")
     if hidden:
         print(f"{hidden} processes of other users could not be looked into; root can: sudo evener gpus --holders")

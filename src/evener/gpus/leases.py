@@ -17,8 +17,8 @@ A lease binds those who ask for one. Everybody else is seen by what they do on t
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
+import math
 import os
 import re
 import socket
@@ -61,20 +61,6 @@ class Lease:
         self.close()
 
 
-@dataclass
-class Ticket:
-    """A place in the queue. Closing it leaves the queue."""
-
-    number: int
-    path: str
-    descriptor: int
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
-        os.close(self.descriptor)
-
-
 @dataclass(frozen=True)
 class Folder:
     """The folder of the locks. Nothing is made before somebody takes a lease."""
@@ -90,51 +76,47 @@ class Folder:
 
     def holder_now(self, uuid: str) -> Holder | None:
         """The same, inside `serial`."""
-        return self._note(uuid) or Holder() if self._is_locked(f"{uuid}.lock") else None
-
-    def _note(self, uuid: str) -> Holder | None:
-        """What the live holder wrote about itself; notes of the dead are passed over."""
-        with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(self.path)):
-                if not (name.startswith(f"{uuid}.") and name.endswith(".json")):
+        if not self._is_locked(f"{uuid}.lock"):
+            return None
+        for name in self._notes(uuid):  # notes of the dead are passed over
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                with open(self._path(name), encoding="utf-8") as file:
+                    values = json.loads(file.read(65536))
+                # In another container the process is not to be seen, and its note is all there is.
+                if values["host"] == socket.gethostname() and not owners.is_alive(values["pid"], values["start"]):
                     continue
-                with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                    path = os.path.join(self.path, name)
-                    with open(path, encoding="utf-8") as file:
-                        values = json.loads(file.read(65536))
-                    # In another container the process is not to be seen, and its note is all there is.
-                    if values["host"] == socket.gethostname() and not owners.is_alive(values["pid"], values["start"]):
-                        continue
-                    user = owners.user_name(os.stat(path).st_uid)
-                    return Holder(values["pid"], user, values["command"], values["since"], values["host"])
-        return None
+                user = owners.user_name(os.stat(self._path(name)).st_uid)
+                return Holder(values["pid"], user, values["command"], values["since"], values["host"])
+        return Holder()
 
-    def waiting(self, before: int | None = None) -> Iterator[str]:
+    def waiting(self, before: float = math.inf) -> Iterator[str]:
         """Who waits and for what, first come first; only those with a smaller ticket than `before`."""
-        for number in sorted(self._tickets()):
-            if before is not None and number >= before:
-                return
+        for number in self._tickets():
             with contextlib.suppress(OSError):
-                if self._is_locked(f"ticket.{number}"):
+                if number < before and self._is_locked(f"ticket.{number}"):
                     with open(self._path(f"ticket.{number}"), encoding="utf-8", errors="replace") as file:
                         yield file.read(500)
 
     def _tickets(self) -> list[int]:
+        return sorted(int(name[7:]) for name in self._names(r"ticket\.[0-9]{1,18}"))
+
+    def _notes(self, uuid: str) -> list[str]:
+        return self._names(rf"{re.escape(uuid)}\..*\.json")
+
+    def _names(self, pattern: str) -> list[str]:
         with contextlib.suppress(OSError):
-            names = os.listdir(self.path)
-            return [int(name[7:]) for name in names if re.fullmatch(r"ticket\.[0-9]{1,18}", name)]
+            return sorted(name for name in os.listdir(self.path) if re.fullmatch(pattern, name))
         return []
 
     def _is_locked(self, name: str) -> bool:
         """Somebody has the lock of the file, and lives."""
-        try:
-            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return False
-        try:
+        with contextlib.ExitStack() as stack:
+            try:
+                descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                return False
+            stack.callback(os.close, descriptor)
             return not _try_lock(descriptor, shared=True)
-        finally:
-            os.close(descriptor)
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
@@ -142,21 +124,19 @@ class Folder:
         """Makes the folder, for all users; refuses one that cannot keep the promise."""
         problem = None
         try:
-            if not os.path.isdir(self.path):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(self.path)
-                    os.chmod(self.path, 0o1777)  # whatever the umask
-            for _ in range(50):  # somebody may have made it a moment ago and not opened it for others yet
-                if os.access(self.path, os.W_OK | os.X_OK):
-                    break
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path)
+                os.chmod(self.path, 0o1777)  # whatever the umask
+            until = time.monotonic() + 0.5  # somebody may have made it a moment ago and not opened it for others yet
+            while not (mine := os.access(self.path, os.W_OK | os.X_OK)) and time.monotonic() < until:
                 time.sleep(0.01)
-            found = os.lstat(self.path)
-            if not stat.S_ISDIR(found.st_mode):
+            mode = os.lstat(self.path).st_mode
+            if not stat.S_ISDIR(mode):
                 problem = "it is no folder"
-            elif found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
+            elif mode & 0o002 and not mode & stat.S_ISVTX:
                 problem = "everybody may delete everybody's locks in it (no sticky bit)"
-            elif not os.access(self.path, os.W_OK | os.X_OK):
-                problem = f"you may not write there (mode {stat.S_IMODE(found.st_mode):o})"
+            elif not mine:
+                problem = f"you may not write there (mode {stat.S_IMODE(mode):o})"
             elif (kind := file_system(self.path)).startswith(NETWORK):
                 problem = f"it is on a network file system ({kind}), whose locks do not hold"
         except OSError as error:
@@ -169,18 +149,15 @@ class Folder:
     @contextlib.contextmanager
     def serial(self, seconds: float = PICKER_SECONDS, must: bool = True) -> Iterator[None]:
         """One at a time, on this machine: whoever looks and takes. Raises LaunchError after `seconds` if it `must`."""
-        until = time.monotonic() + seconds
-        descriptor = None
-        while must or os.path.exists(self._path("picker.lock")):  # else nobody has ever picked here
-            descriptor = self._acquire("picker.lock", shared=not must)
-            if descriptor is not None or (not must and time.monotonic() > until):
+        until, path, descriptor = time.monotonic() + seconds, self._path("picker.lock"), None
+        while must or os.path.exists(path):  # else nobody has ever picked here
+            late, descriptor = time.monotonic() > until, self._acquire("picker.lock", shared=not must)
+            if descriptor is not None or (late and not must):
                 break
-            if time.monotonic() > until:
-                raise LaunchError(
-                    f"Another process has been choosing GPUs for {seconds:.0f} s.",
-                    evidence=[f"it holds {self._path('picker.lock')}"],
-                    fix=[f"fuser -v {self._path('picker.lock')} names it; a GPU whose driver hangs can be why"],
-                )
+            if late:
+                fix = [f"fuser -v {path} names it; a GPU whose driver hangs can be why"]
+                cause = f"Another process has been choosing GPUs for {seconds:.0f} s."
+                raise LaunchError(cause, evidence=[f"it holds {path}"], fix=fix)
             time.sleep(0.005)
         try:
             yield
@@ -190,41 +167,42 @@ class Folder:
 
     def take(self, uuids: Sequence[str], command: str) -> Lease | None:
         """All of these GPUs, or None when somebody has one of them. Call it inside `serial`."""
-        taken: list[int] = []
-        notes: list[str] = []
-        try:
+        with contextlib.ExitStack() as stack:
+            taken = []
             for uuid in uuids:
                 descriptor = self._acquire(f"{uuid}.lock")
                 if descriptor is None:
-                    break
+                    return None
+                stack.callback(os.close, descriptor)
                 taken.append(descriptor)
-            else:
-                folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-                taken.append(folder)
-                _try_lock(folder, shared=True)
-                notes = [self._write_note(uuid, command) for uuid in uuids]
-                lease = Lease(tuple(uuids), tuple(taken), tuple(notes))
-                taken = []
-                return lease
-        finally:
-            for descriptor in taken:
-                os.close(descriptor)
-        return None
+            taken.append(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+            stack.callback(os.close, taken[-1])
+            _try_lock(taken[-1], shared=True)
+            lease = Lease(tuple(uuids), tuple(taken), tuple(self._write_note(uuid, command) for uuid in uuids))
+            stack.pop_all()
+            return lease
 
-    def line_up(self, what: str) -> Ticket:
-        """The next place in the queue. Call it inside `serial`."""
+    @contextlib.contextmanager
+    def line_up(self, what: str) -> Iterator[int]:
+        """The next place in the queue, by its number, until it is left. Enter it inside `serial`."""
         numbers = self._tickets()
         for number in numbers:  # tidy up after those who died waiting (of this user: others' may not be deleted)
             if not self._is_locked(f"ticket.{number}"):
                 with contextlib.suppress(OSError):
                     os.unlink(self._path(f"ticket.{number}"))
-        path = self._path(f"ticket.{max(numbers, default=0) + 1}")
+        number = max(numbers, default=0) + 1
+        path = self._path(f"ticket.{number}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        os.fchmod(descriptor, 0o644)
-        while not _try_lock(descriptor):  # somebody looked at this very moment
-            time.sleep(0.001)
-        os.write(descriptor, what.encode()[:500])
-        return Ticket(int(path.rpartition(".")[2]), path, descriptor)
+        try:
+            os.fchmod(descriptor, 0o644)
+            while not _try_lock(descriptor):  # somebody looked at this very moment
+                time.sleep(0.001)
+            os.write(descriptor, what.encode()[:500])
+            yield number
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.close(descriptor)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -233,19 +211,17 @@ class Folder:
 
     def _open(self, name: str) -> int:
         """A descriptor of the file that is at that path now, made if it is not there."""
-        path = self._path(name)
+        path, how = self._path(name), os.O_RDONLY | os.O_CLOEXEC
         for _ in range(200):
             try:
-                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                return os.open(path, how | os.O_NOFOLLOW)
             except FileNotFoundError:
-                pass
+                with contextlib.suppress(FileExistsError):
+                    descriptor = os.open(path, how | os.O_CREAT | os.O_EXCL, 0o644)
+                    os.fchmod(descriptor, 0o644)
+                    return descriptor
             except PermissionError:  # made a moment ago under a strict umask, and not opened for others yet
                 time.sleep(0.005)
-                continue
-            with contextlib.suppress(FileExistsError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                os.fchmod(descriptor, 0o644)
-                return descriptor
         raise LaunchError(f"{path} cannot be opened.", fix=[f"ls -l {path}: it should be readable for all users"])
 
     def _acquire(self, name: str, shared: bool = False) -> int | None:
@@ -262,10 +238,9 @@ class Folder:
 
     def _write_note(self, uuid: str, command: str) -> str:
         """Says who holds it. Whatever others said is out of date now, and goes where that is allowed."""
-        for name in os.listdir(self.path):
-            if name.startswith(f"{uuid}.") and name.endswith(".json"):
-                with contextlib.suppress(OSError):
-                    os.unlink(self._path(name))
+        for name in self._notes(uuid):
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(name))
         path = self._path(f"{uuid}.{os.getpid()}.json")
         me = owners.who(os.getpid())
         values: dict[str, object] = {"pid": os.getpid(), "start": me.start_ticks if me else None}
@@ -283,10 +258,8 @@ def _try_lock(descriptor: int, shared: bool = False) -> bool:
 
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
+    except (BlockingIOError, PermissionError):
+        return False
     return True
 
 
@@ -306,15 +279,14 @@ def default_path(setting: str = SETTING) -> str:
 
         try:
             with open(setting, "rb") as file:
-                path = tomllib.load(file).get("gpus", {}).get("lock_folder")
+                path = tomllib.load(file).get("gpus", {}).get("lock_folder", "")
         except (OSError, ValueError, AttributeError) as error:
-            raise UsageError(
-                f"{setting} cannot be read: {error}.", fix=['[gpus]\\n lock_folder = "/var/lock/evener"']
-            ) from None
-        if path is not None:
-            if not isinstance(path, str) or not os.path.isabs(path):
-                raise UsageError(f"{setting}: lock_folder = {path!r} is no absolute path.")
+            fix = ['[gpus]\\n lock_folder = "/var/lock/evener"']
+            raise UsageError(f"{setting} cannot be read: {error}.", fix=fix) from None
+        if path and isinstance(path, str) and os.path.isabs(path):
             return path
+        if path != "":
+            raise UsageError(f"{setting}: lock_folder = {path!r} is no absolute path.")
     with contextlib.suppress(OSError):
         if os.stat("/run/lock").st_mode & 0o1777 == 0o1777:
             return "/run/lock/evener"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import glob
 import json
 import os
@@ -12,120 +11,91 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from evener.errors import UsageError
 from evener.gpus import nvml, smi, visible
-from evener.gpus.values import GIB, MIB, Gpu, Holder, MigDevice, Process, Snapshot, Trouble, from_json
+from evener.gpus.values import GIB, MIB, Device, Gpu, Holder, Process, Snapshot, Trouble, from_json
 
-SOURCES = ("auto", "nvml", "nvidia-smi")
 IDLE_BYTES = 200 * MIB  # a GPU with no process has a few MiB in use; a CUDA context alone takes 300 and more
 # Drivers before 510 may count what they reserve as used; a GPU that trains holds more than this.
 IDLE_BYTES_WITH_RESERVED = GIB
+D = TypeVar("D", bound=Device)
+HolderOf = Callable[[str], Holder | None]
 
 
-def look(
-    environ: Mapping[str, str],
-    *,
-    source: str = "auto",
-    root: str = "/",
-    holder_of: Callable[[str], Holder | None] = lambda uuid: None,
-) -> Snapshot:
+def look(environ: Mapping[str, str], *, root: str = "/", holder_of: HolderOf = lambda uuid: None) -> Snapshot:
     """The GPUs of this machine now, each judged. Never raises for what the machine is like: see `Snapshot.trouble`.
 
     Args:
         environ: For CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, which decide about slots and hide nothing here.
-        source: "nvml", "nvidia-smi", or "auto": the first, and the second where the library is not there.
         root: Where /proc, /sys and /dev are looked for (tests have a fake one).
         holder_of: Who holds the lease of a UUID (`leases.Folder.holder`).
     """
-    found = _probe(source, root)
-    found = dataclasses.replace(found, host=socket.gethostname(), taken_unix=time.time())
+    found = replace(_probe(root), host=socket.gethostname(), taken_unix=time.time())
     return judge(found, environ, holder_of)
 
 
-def judge(
-    found: Snapshot, environ: Mapping[str, str], holder_of: Callable[[str], Holder | None] = lambda uuid: None
-) -> Snapshot:
+def judge(found: Snapshot, environ: Mapping[str, str], holder_of: HolderOf = lambda uuid: None) -> Snapshot:
     """The snapshot with slots, leases and verdicts filled in."""
     seen = visible.read(environ, found.gpus)
+
+    def judged(one: D, **more: Any) -> D:
+        lease = holder_of(one.uuid) if one.uuid else None
+        why = tuple(_busy(one, lease))
+        return replace(one, slot=seen.slot_of(one.uuid), lease=lease, idle=not why, busy_because=why, **more)
+
     gpus = []
     for gpu in found.gpus:
-        parts = []
-        for part in gpu.mig:
-            lease = holder_of(part.uuid) if part.uuid else None
-            busy = tuple(_busy_mig(part, lease))
-            slot = seen.slot_of(part.uuid)
-            parts.append(dataclasses.replace(part, lease=lease, slot=slot, idle=not busy, busy_because=busy))
-        lease = holder_of(gpu.uuid) if gpu.uuid else None
-        why, notes = _busy(gpu, lease)
-        notes = [*gpu.notes, *(note for note in notes if note not in gpu.notes)]
-        judged: dict[str, Any] = {
-            "slot": seen.slot_of(gpu.uuid),
-            "lease": lease,
-            "idle": not why,
-            "busy_because": tuple(why),
-        }
-        gpus.append(dataclasses.replace(gpu, mig=tuple(parts), notes=tuple(notes), **judged))
-    return dataclasses.replace(found, gpus=tuple(gpus), visible=tuple(seen.lines(found.gpus)))
+        hidden = "its processes are hidden from you: judged by memory alone"
+        new = gpu.processes is None and not gpu.error and hidden not in gpu.notes
+        parts = tuple(judged(part) for part in gpu.mig)
+        gpus.append(judged(gpu, mig=parts, notes=(*gpu.notes, hidden) if new else gpu.notes))
+    return replace(found, gpus=tuple(gpus), visible=tuple(seen.lines(found.gpus)))
 
 
 def read_recording(path: str) -> Snapshot:
     """A snapshot that `--record` wrote, as it was judged then."""
     try:
         with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+            return replace(from_json(json.load(file), path), source="recorded")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{path} cannot be read: {why}.", fix=["--from FILE, made by --record"]) from None
+        why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}.", fix=["--from FILE, made by --record"]) from None
-    return dataclasses.replace(from_json(values, path), source="recorded")
+        why = f"is not JSON: {error}"
+    raise UsageError(f"{path} {why}.", fix=["--from FILE, made by --record"])
 
 
 # --- idle, or why not -------------------------------------------------------------------------------------------------
 
 
-def _busy(gpu: Gpu, lease: Holder | None) -> tuple[list[str], list[str]]:
-    """(why it is not idle, what the reader should know besides)."""
-    if gpu.error:
-        return [gpu.error], []
-    why, notes = [], []
-    if lease is not None:
-        why.append(f"lease of {lease}")
-    if gpu.mig_enabled:
-        why.append("MIG is on: its MIG devices are taken by their UUIDs")
-    if gpu.health.compute_mode == "prohibited":
-        why.append("its compute mode is prohibited: no process may compute on it")
-    computing = [one for one in gpu.processes or () if one.kind != "graphics"]
-    why += [describe(one) for one in computing]
-    if gpu.processes is None:
-        notes.append("its processes are hidden from you: judged by memory alone")
-    drawing = sum(one.memory_bytes or 0 for one in gpu.processes or () if one.kind == "graphics")
-    limit = IDLE_BYTES if gpu.memory_reserved_bytes is not None else IDLE_BYTES_WITH_RESERVED
-    if gpu.memory_used_bytes is None:
-        why.append("its memory cannot be read")
-    elif not computing and not gpu.mig_enabled and gpu.memory_used_bytes - drawing >= limit:
-        hidden = "by a process that cannot be seen" if gpu.processes is None else "and no process to be seen"
-        why.append(f"{size(gpu.memory_used_bytes - drawing)} in use {hidden} (a container, another user's)")
-    return why, notes
-
-
-def _busy_mig(part: MigDevice, lease: Holder | None) -> list[str]:
+def _busy(one: Device, lease: Holder | None) -> list[str]:
+    """Why it is not idle."""
+    gpu = one if isinstance(one, Gpu) else None
+    if gpu and gpu.error:
+        return [gpu.error]
     why = [f"lease of {lease}"] if lease is not None else []
-    why += [describe(one) for one in part.processes or ()]
-    if part.memory_used_bytes is None:
+    if gpu and gpu.mig_enabled:
+        why.append("MIG is on: its MIG devices are taken by their UUIDs")
+    if gpu and gpu.health.compute_mode == "prohibited":
+        why.append("its compute mode is prohibited: no process may compute on it")
+    computing = [process for process in one.processes or () if process.kind != "graphics"]
+    why += map(describe, computing)
+    drawing = sum(process.memory_bytes or 0 for process in one.processes or () if process.kind == "graphics")
+    limit = IDLE_BYTES_WITH_RESERVED if gpu and gpu.memory_reserved_bytes is None else IDLE_BYTES
+    if one.memory_used_bytes is None:
         why.append("its memory cannot be read")
-    elif not part.processes and part.memory_used_bytes >= IDLE_BYTES:
-        why.append(f"{size(part.memory_used_bytes)} in use and no process to be seen")
+    elif not computing and not (gpu and gpu.mig_enabled) and one.memory_used_bytes - drawing >= limit:
+        hidden = "by a process that cannot be seen" if one.processes is None else "and no process to be seen"
+        why.append(f"{size(one.memory_used_bytes - drawing)} in use {hidden} (a container, another user's)")
     return why
 
 
 def describe(process: Process) -> str:
+    who = f"{process.user}, pid {process.pid}"
     if process.user is None:
         who = f"pid {process.pid} of the host (not to be seen from here)"
-    else:
-        who = f"{process.user}, pid {process.pid}"
     memory = "" if process.memory_bytes is None else f", {size(process.memory_bytes)}"
     age = "" if process.age_seconds is None else f", for {duration(process.age_seconds)}"
     orphan = ", an orphan" if process.orphan else ""
@@ -147,52 +117,36 @@ def size(count: int) -> str:
 # --- the probes, and what their failures mean -------------------------------------------------------------------------
 
 
-def _probe(source: str, root: str) -> Snapshot:
+def _probe(root: str) -> Snapshot:
+    """NVML's answer, or nvidia-smi's where the library is not there."""
     if sys.platform == "darwin":
         cause = "No NVIDIA GPU: this is a Mac. torch uses Apple's GPU as device mps, with one process."
         return Snapshot(trouble=Trouble("no-gpu", cause, False, ("its memory is the machine's own",)))
-    if source == "nvidia-smi":
-        return smi.read() if smi.there() else Snapshot(trouble=_no_tool())
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError:
-        why = "the package nvidia-ml-py is not installed"
-        return _by_tool(source, Trouble("other", why, True, fix=("pip install nvidia-ml-py",)))
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError_LibraryNotFound:
-        return _by_tool(source, without_library(root))
-    except pynvml.NVMLError as error:
-        return Snapshot(trouble=_trouble(pynvml, error, root))
-    try:
-        return nvml.read(pynvml, root)
-    except pynvml.NVMLError as error:
-        return Snapshot(trouble=_trouble(pynvml, error, root))
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-
-
-def _by_tool(source: str, trouble: Trouble) -> Snapshot:
-    """nvidia-smi where the library cannot be asked and nobody insisted on it."""
-    found = smi.read() if source == "auto" and smi.there() else None
-    return found if found is not None and found.trouble is None else Snapshot(trouble=trouble)
-
-
-def _no_tool() -> Trouble:
-    return Trouble("no-driver", "there is no nvidia-smi on the PATH", False, fix=("install NVIDIA's driver",))
+        trouble = Trouble("other", "the package nvidia-ml-py is not installed", True, fix=("pip install nvidia-ml-py",))
+    else:
+        try:
+            pynvml.nvmlInit()
+            try:
+                return nvml.read(pynvml, root)
+            finally:
+                with contextlib.suppress(pynvml.NVMLError):
+                    pynvml.nvmlShutdown()
+        except pynvml.NVMLError_LibraryNotFound:
+            trouble = without_library(root)
+        except pynvml.NVMLError as error:
+            return Snapshot(trouble=_trouble(pynvml, error, root))
+    return smi.read() or Snapshot(trouble=trouble)
 
 
 def without_library(root: str) -> Trouble:
     """No libnvidia-ml.so.1: is there no GPU, or a GPU without its driver?"""
-    cards = []
-    for vendor in glob.glob(os.path.join(root, "sys/bus/pci/devices/*/vendor")):
-        with contextlib.suppress(OSError):
-            folder = os.path.dirname(vendor)
-            if _text(vendor) == "0x10de" and (_text(os.path.join(folder, "class")) or "").startswith("0x03"):
-                cards.append(os.path.basename(folder))
-    if cards:
-        evidence = f"on the PCI bus: {', '.join(sorted(cards))}"
+    folders = glob.glob(os.path.join(root, "sys/bus/pci/devices/*"))
+    nvidia = [one for one in folders if _text(one, "vendor") == "0x10de" and _text(one, "class").startswith("0x03")]
+    if nvidia:
+        evidence = f"on the PCI bus: {', '.join(sorted(map(os.path.basename, nvidia)))}"
         fix = "install NVIDIA's driver (it brings libnvidia-ml.so.1)"
         if any(os.path.exists(os.path.join(root, mark)) for mark in (".dockerenv", "run/.containerenv")):
             fix = "start the container with its GPUs: docker run --gpus all (NVIDIA Container Toolkit)"
@@ -205,49 +159,35 @@ def without_library(root: str) -> Trouble:
 
 
 def _trouble(pynvml: Any, error: Any, root: str) -> Trouble:
-    text = f"NVML: {error}"
+    """What it means that NVML answers with an error."""
     nodes = sorted(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
+    kind, cause, more = "other", "The NVIDIA driver does not answer.", list[str]()
     dmesg = "dmesg | grep -i -e nvrm -e xid"
-
-    def broken(kind: str, cause: str, fix: list[str], evidence: list[str] | None = None) -> Trouble:
-        return Trouble(kind, cause, True, (text, *(evidence or [])), tuple(fix))
-
+    fix = [f"nvidia-smi, and {dmesg}"]
     if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
-        loaded = _loaded_driver(root)
-        evidence = [f"the kernel has driver {loaded} loaded"] if loaded else []
-        evidence += [f"the library is {name}" for name in _mapped_libraries()]
+        kind, cause = "mismatch", "The driver's kernel module and its library differ."
+        loaded = re.search(r"Module\s+([\d.]+)", _text(root, "proc/driver/nvidia/version"))
+        more = [f"the kernel has driver {loaded[1]} loaded"] if loaded else []
+        # As this process has it mapped: the file's name ends in the version.
+        mapped = {line.split()[-1] for line in _text("/proc/self/maps").splitlines() if "libnvidia-ml" in line}
+        more += [f"the library is {name}" for name in sorted(mapped)]
         fix = ["reboot, or unload and load the nvidia modules", "usual cause: an unattended upgrade of the driver"]
-        return broken("mismatch", "The driver's kernel module and its library differ.", fix, evidence)
-    if isinstance(error, pynvml.NVMLError_DriverNotLoaded):
+    elif isinstance(error, pynvml.NVMLError_DriverNotLoaded):
+        kind, cause = "driver-not-loaded", "The NVIDIA driver is not loaded."
+        fix = ["sudo modprobe nvidia", "after a kernel upgrade: reinstall the driver (dkms)"]
         if not nodes and without_library(root).kind == "no-gpu":
             cause = "NVIDIA's library is here, but no driver is loaded, and no GPU can be seen."
-            return broken("driver-not-loaded", cause, ["sudo modprobe nvidia, if there is a GPU"])
-        fix = ["sudo modprobe nvidia", "after a kernel upgrade: reinstall the driver (dkms)"]
-        return broken("driver-not-loaded", "The NVIDIA driver is not loaded.", fix)
-    if isinstance(error, pynvml.NVMLError_NoPermission):
+            fix = ["sudo modprobe nvidia, if there is a GPU"]
+    elif isinstance(error, pynvml.NVMLError_NoPermission):
+        kind, cause = "no-permission", "You may not ask the NVIDIA driver."
         fix = ["ls -l /dev/nvidia*: you need read and write permission (a group such as video)"]
-        return broken("no-permission", "You may not ask the NVIDIA driver.", fix)
-    if isinstance(error, pynvml.NVMLError_Unknown) and nodes:
+    elif isinstance(error, pynvml.NVMLError_Unknown) and nodes:
+        kind, more = "lost-in-container", [f"device files are there: {', '.join(nodes)}"]
         fix = ["in a container: its device rules were lost (a daemon reload does that): restart it", f"else: {dmesg}"]
-        evidence = [f"device files are there: {', '.join(nodes)}"]
-        return broken("lost-in-container", "The NVIDIA driver does not answer.", fix, evidence)
-    return broken("other", "The NVIDIA driver does not answer.", [f"nvidia-smi, and {dmesg}"])
+    return Trouble(kind, cause, True, (f"NVML: {error}", *more), tuple(fix))
 
 
-def _text(path: str) -> str | None:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return None
-
-
-def _loaded_driver(root: str) -> str | None:
-    match = re.search(r"Module\s+([\d.]+)", _text(os.path.join(root, "proc/driver/nvidia/version")) or "")
-    return match[1] if match else None
-
-
-def _mapped_libraries() -> list[str]:
-    """The file behind libnvidia-ml.so.1, whose name ends in the version, as this process has it mapped."""
-    names = {line.split()[-1] for line in (_text("/proc/self/maps") or "").splitlines() if "libnvidia-ml" in line}
-    return sorted(names)
+def _text(*path: str) -> str:
+    with contextlib.suppress(OSError), open(os.path.join(*path), encoding="utf-8", errors="replace") as file:
+        return file.read().strip()
+    return ""

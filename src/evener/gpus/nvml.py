@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import itertools
 import os
-from collections.abc import Callable
+import re
 from typing import Any
 
 from evener.gpus import owners
@@ -31,76 +32,68 @@ class Lost(Exception):
 
 
 class _Record32(ctypes.Structure):
-    _fields_ = [
-        ("pid", ctypes.c_uint),
-        ("memory", ctypes.c_ulonglong),
-        ("gpu_instance", ctypes.c_uint),
-        ("compute_instance", ctypes.c_uint),
-        ("protected_memory", ctypes.c_ulonglong),
-    ]
+    """pid, memory, GPU instance, compute instance, protected memory."""
+
+    _fields_ = [("pid", ctypes.c_uint), ("memory", ctypes.c_ulonglong)]
+    _fields_ += [("instances", ctypes.c_uint * 2), ("protected_memory", ctypes.c_ulonglong)]
 
 
 class _Reader:
     """Asks one device, remembers what was refused."""
 
-    def __init__(self, nvml: Any, handle: Any, driver: str | None, root: str) -> None:
+    def __init__(self, nvml: Any, handle: Any, driver: str | None = None, root: str = "/") -> None:
         self.nvml, self.handle, self.driver, self.root = nvml, handle, driver, root
         self.errors: dict[str, str] = {}
 
-    def ask(self, function: str, *args: Any, **more: Any) -> Any:
-        """The answer, or None when this GPU or driver has none. Raises Lost."""
+    def ask(self, what: str, *args: Any, **more: Any) -> Any:
+        """The answer of nvmlDeviceGet..., or None when this GPU, driver or nvidia-ml-py has none. Raises Lost."""
         nvml = self.nvml
-        call: Callable[..., Any] | None = getattr(nvml, function, None)
-        if call is None:  # an older nvidia-ml-py
-            return None
         try:
-            return call(self.handle, *args, **more)
+            return getattr(nvml, f"nvmlDeviceGet{what}", lambda *_: None)(self.handle, *args, **more)
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NotFound):
             return None
         except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_ResetRequired) as error:
             raise Lost(str(error)) from None
         except nvml.NVMLError as error:
-            self.errors[function.removeprefix("nvmlDeviceGet")] = str(error)
+            self.errors[what] = str(error)
             return None
 
-    def memory(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """(total, used, free, reserved)."""
-        info = self.ask("nvmlDeviceGetMemoryInfo", version=self.nvml.nvmlMemory_v2)
-        if info is not None:
-            return int(info.total), int(info.used), int(info.free), int(info.reserved)
-        self.errors.pop("MemoryInfo", None)
-        info = self.ask("nvmlDeviceGetMemoryInfo")
-        return (None,) * 4 if info is None else (int(info.total), int(info.used), int(info.free), None)
+    def device(self, found: dict[str, Any]) -> dict[str, Any]:
+        """What a GPU and a MIG device have in common, put into `found` as it comes: a lost GPU may know its name."""
+        found["uuid"] = self.ask("UUID")
+        found["name"] = self.ask("Name")
+        memory, reserved = self.ask("MemoryInfo", version=self.nvml.nvmlMemory_v2), True
+        if memory is None:
+            self.errors.pop("MemoryInfo", None)
+            memory, reserved = self.ask("MemoryInfo"), False
+        for name in ("total", "used", "free", *["reserved"] * reserved):
+            found[f"memory_{name}_bytes"] = None if memory is None else int(getattr(memory, name))
+        return found
 
-    def processes(self, kinds: tuple[str, ...] = ("Compute", "Graphics", "MPSCompute")) -> tuple[Process, ...] | None:
+    def processes(self) -> tuple[Process, ...] | None:
         """Every process once, the largest first; None when the list of computing processes cannot be read."""
         found: dict[int, tuple[int | None, str]] = {}
-        for kind in kinds:
-            rows = self._list(kind)
-            if rows is None:
-                if kind == "Compute":
-                    return None
-                continue
-            for pid, memory in rows:
-                # One that computes and draws is in both lists: it belongs to the desktop.
-                name = {"Compute": "compute", "Graphics": "graphics", "MPSCompute": "mps"}[kind]
+        # One that computes and draws is in both lists: it belongs to the desktop.
+        for name, kind in (("Compute", "compute"), ("Graphics", "graphics"), ("MPSCompute", "mps")):
+            rows = self._list(f"{name}RunningProcesses")
+            if rows is None and kind == "compute":
+                return None
+            for pid, memory in rows or ():
                 old = found.get(pid, (None, ""))[0]
-                found[pid] = (memory if old is None else old, name)
+                found[pid] = (memory if old is None else old, kind)
         named = [named_process(pid, memory, kind, self.root) for pid, (memory, kind) in found.items()]
         return tuple(sorted(named, key=lambda one: (-(one.memory_bytes or 0), one.pid)))
 
-    def _list(self, kind: str) -> list[tuple[int, int | None]] | None:
-        function = f"nvmlDeviceGet{kind}RunningProcesses"
-        if is_535_with_long_records(self.driver):
-            return self._list32(f"{function}_v3")
-        rows = self.ask(f"{function}_v3")
-        if rows is None and f"{kind}RunningProcesses_v3" not in self.errors:
-            rows = self.ask(f"{function}_v2")
+    def _list(self, what: str) -> list[tuple[int, int | None]] | None:
+        if has_long_records(self.driver):
+            return self._list32(f"{what}_v3")
+        rows = self.ask(f"{what}_v3")
+        if rows is None and f"{what}_v3" not in self.errors:
+            rows = self.ask(f"{what}_v2")
         return None if rows is None else [(int(row.pid), row.usedGpuMemory) for row in rows]
 
-    def _list32(self, function: str) -> list[tuple[int, int | None]] | None:
-        call = getattr(self.nvml.nvmlLib, function)
-        count = ctypes.c_uint(64)
+    def _list32(self, what: str) -> list[tuple[int, int | None]] | None:
+        call, count = getattr(self.nvml.nvmlLib, f"nvmlDeviceGet{what}"), ctypes.c_uint(64)
         while True:
             records = (_Record32 * count.value)()
             code = call(self.handle, ctypes.byref(count), records)
@@ -108,7 +101,7 @@ class _Reader:
                 break
             count.value = count.value * 2 + 5  # more may have started since
         if code != self.nvml.NVML_SUCCESS:
-            self.errors[function.removeprefix("nvmlDeviceGet")] = str(self.nvml.NVMLError(code))
+            self.errors[what] = str(self.nvml.NVMLError(code))
             return None
         nothing = 2**64 - 1
         return [(one.pid, None if one.memory == nothing else one.memory) for one in records[: count.value]]
@@ -124,73 +117,71 @@ class _Reader:
             with open(path, encoding="ascii") as file:
                 node = int(file.read())
             return node if node >= 0 else None
-        nodes = self.ask("nvmlDeviceGetMemoryAffinity", 4, 0)
-        numbers = [bit for bit in range(256) if nodes[bit // 64] >> bit % 64 & 1] if nodes is not None else []
+        nodes = self.ask("MemoryAffinity", 4, 0) or ()
+        numbers = [64 * at + bit for at, word in enumerate(nodes) for bit in range(64) if word >> bit & 1]
         return numbers[0] if len(numbers) == 1 else None
 
     def health(self) -> Health:
-        mode = self.ask("nvmlDeviceGetComputeMode")
-        persistence = self.ask("nvmlDeviceGetPersistenceMode")
-        rows = self.ask("nvmlDeviceGetRemappedRows")
-        reasons = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
+        mode, persistence, rows = self.ask("ComputeMode"), self.ask("PersistenceMode"), self.ask("RemappedRows")
+        reasons = self.ask("CurrentClocksEventReasons")
         if reasons is None:
-            reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+            reasons = self.ask("CurrentClocksThrottleReasons")
         return Health(
             compute_mode=COMPUTE_MODES.get(mode, None if mode is None else str(mode)),
             persistence=None if persistence is None else bool(persistence),
-            ecc_uncorrected_errors=self.ask("nvmlDeviceGetTotalEccErrors", 1, 0),
+            ecc_uncorrected_errors=self.ask("TotalEccErrors", 1, 0),
             remapped_rows_pending=None if rows is None else bool(rows[2]),
             remapped_rows_failed=None if rows is None else bool(rows[3]),
             throttle=None if reasons is None else tuple(text for bit, text in THROTTLE.items() if reasons & bit),
-            pcie_width=self.ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            pcie_width_max=self.ask("nvmlDeviceGetMaxPcieLinkWidth"),
-            pcie_generation=self.ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_generation_max=self.ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+            pcie_width=self.ask("CurrPcieLinkWidth"),
+            pcie_width_max=self.ask("MaxPcieLinkWidth"),
+            pcie_generation=self.ask("CurrPcieLinkGeneration"),
+            pcie_generation_max=self.ask("MaxPcieLinkGeneration"),
             power_limit_default_w=self.watts("PowerManagementDefaultLimit"),
             **self.nvlink_errors(),
         )
 
     def watts(self, what: str) -> float | None:
-        milliwatts = self.ask(f"nvmlDeviceGet{what}")
+        milliwatts = self.ask(what)
         return None if milliwatts is None else milliwatts / 1000
 
     def nvlink_errors(self) -> dict[str, int | None]:
         """The error counters, summed over the active links; None without such links, or where they are not counted."""
-        quiet = _Reader(self.nvml, self.handle, None, "")  # a refused counter is no note on the GPU
-        active = [link for link, on in enumerate(quiet.links()) if on]
+        quiet = _Reader(self.nvml, self.handle)  # a refused counter is no note on the GPU
         found: dict[str, int | None] = {}
         for name, kinds in (("replays", (0,)), ("recoveries", (1,)), ("crc_errors", (2, 3))):
-            counts = [quiet.ask("nvmlDeviceGetNvLinkErrorCounter", link, kind) for link in active for kind in kinds]
+            counts = [quiet.ask("NvLinkErrorCounter", link, kind) for link in quiet.links() or () for kind in kinds]
             found[f"nvlink_{name}"] = None if not counts or None in counts else sum(counts)
         return found
 
-    def links(self) -> list[bool]:
-        """Whether each NVLink of this GPU is active; [] where it has none."""
-        states = (self.ask("nvmlDeviceGetNvLinkState", link) for link in range(18))
-        return [bool(state) for state in itertools.takewhile(lambda state: state is not None, states)]
+    def links(self) -> list[int] | None:
+        """The numbers of the active NVLinks; None for a GPU that has none at all."""
+        states = (self.ask("NvLinkState", link) for link in range(18))
+        there = list(itertools.takewhile(lambda state: state is not None, states))
+        return [link for link, state in enumerate(there) if state] if there else None
+
+    def remote_ends(self) -> list[str] | None:
+        """The PCI id at the end of each active NVLink (a switch's, where there is one); None without NVLink."""
+        links = self.links()
+        ends = [self.ask("NvLinkRemotePciInfo", link) for link in links or ()]
+        return None if links is None else [str(end.busId) for end in ends if end is not None]
 
 
-def is_535_with_long_records(driver: str | None) -> bool:
-    try:
-        version = tuple(int(part) for part in (driver or "").split("."))
-    except ValueError:
-        return False
-    return (535, 43) <= version < (535, 86)
+def has_long_records(driver: str | None) -> bool:
+    version = re.match(r"535\.(\d+)\b", driver or "")
+    return version is not None and 43 <= int(version[1]) < 86
 
 
 def named_process(pid: int, memory: int | None, kind: str, root: str = "/") -> Process:
-    """The process with its owner, where that can be said with certainty."""
+    """The process with its owner, where that can be said with certainty.
+
+    In a container the number may be another process's. That one has no GPU open; a stand-in driver has no device files.
+    """
     found = owners.who(pid, root)
-    if found is None or (owners.may_be_foreign(root) and owners.gpu_devices(pid, root) == () and _has_nodes(root)):
+    foreign = found is not None and owners.may_be_foreign(root) and owners.gpu_devices(pid, root) == ()
+    if found is None or (foreign and glob.glob(os.path.join(root, "dev/nvidia[0-9]*"))):
         return Process(pid, memory_bytes=memory, kind=kind)
     return Process(pid, found.user, found.command, memory, found.age_seconds, kind, orphan=found.parent == 1)
-
-
-def _has_nodes(root: str) -> bool:
-    """Whether there are device files that an open one could be compared with (a stand-in driver has none)."""
-    import glob
-
-    return bool(glob.glob(os.path.join(root, "dev/nvidia[0-9]*")))
 
 
 def read(nvml: Any, root: str = "/") -> Snapshot:
@@ -201,82 +192,60 @@ def read(nvml: Any, root: str = "/") -> Snapshot:
     with contextlib.suppress(nvml.NVMLError):
         number = int(nvml.nvmlSystemGetCudaDriverVersion())
         cuda = f"{number // 1000}.{number % 1000 // 10}"
-    gpus, handles = [], {}
+    gpus, readers = [], {}
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
+            readers[index] = _Reader(nvml, nvml.nvmlDeviceGetHandleByIndex(index), driver, root)
         except nvml.NVMLError as error:
             gpus.append(Gpu(index, error=str(error)))
-            continue
-        gpus.append(_gpu(_Reader(nvml, handles[index], driver, root), index))
-    buses = {gpu.index: gpu.pci_bus_id for gpu in gpus}
-    ends = {index: _remote_ends(nvml, handle) for index, handle in handles.items()}
-    links = [_link(nvml, a, b, handles, ends, buses[b]) for a in handles for b in handles if a < b]
+        else:
+            gpus.append(_gpu(readers[index], index))
+    links = []
+    for a, one in readers.items():
+        ends = None
+        with contextlib.suppress(Lost):
+            ends = one.remote_ends()
+        links += [_link(one, ends, other, a, gpus[b]) for b, other in readers.items() if a < b]
     return Snapshot(driver, cuda, "nvml", tuple(gpus), tuple(links))
 
 
 def _gpu(reader: _Reader, index: int) -> Gpu:
     values: dict[str, Any] = {}
     try:
-        values["uuid"] = reader.ask("nvmlDeviceGetUUID")
-        values["name"] = reader.ask("nvmlDeviceGetName")
-        pci = reader.ask("nvmlDeviceGetPciInfo")
+        reader.device(values)
+        pci, rates, capability = (reader.ask(what) for what in ("PciInfo", "UtilizationRates", "CudaComputeCapability"))
         values["pci_bus_id"] = None if pci is None else str(pci.busId)
-        total, used, free, reserved = reader.memory()
-        values |= {"memory_total_bytes": total, "memory_used_bytes": used}
-        values |= {"memory_free_bytes": free, "memory_reserved_bytes": reserved}
-        rates = reader.ask("nvmlDeviceGetUtilizationRates")
         values["utilization_percent"] = None if rates is None else int(rates.gpu)
-        values["temperature_c"] = reader.ask("nvmlDeviceGetTemperature", 0)
-        values |= {"power_w": reader.watts("PowerUsage"), "power_limit_w": reader.watts("EnforcedPowerLimit")}
-        capability = reader.ask("nvmlDeviceGetCudaComputeCapability")
         values["compute_capability"] = None if capability is None else f"{capability[0]}.{capability[1]}"
-        values["numa_node"] = reader.numa_node(values["pci_bus_id"])
-        values["health"] = reader.health()
-        mode = reader.ask("nvmlDeviceGetMigMode")
+        values["temperature_c"] = reader.ask("Temperature", 0)
+        values |= {"power_w": reader.watts("PowerUsage"), "power_limit_w": reader.watts("EnforcedPowerLimit")}
+        values |= {"numa_node": reader.numa_node(values["pci_bus_id"]), "health": reader.health()}
+        mode = reader.ask("MigMode")
         values["mig_enabled"] = None if mode is None else bool(mode[0])
         values["mig"] = _mig(reader) if values["mig_enabled"] else ()
         values["processes"] = reader.processes()
     except Lost as error:
         return Gpu(index, **values, error=str(error))
-    refused = [f"{what}: {why}" for what, why in reader.errors.items()]
-    return Gpu(index, **values, notes=tuple(refused))
+    return Gpu(index, **values, notes=tuple(f"{what}: {why}" for what, why in reader.errors.items()))
 
 
 def _mig(reader: _Reader) -> tuple[MigDevice, ...]:
     found = []
-    for index in range(reader.ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
-        handle = reader.ask("nvmlDeviceGetMigDeviceHandleByIndex", index)
-        if handle is None:
-            continue
-        inner = _Reader(reader.nvml, handle, reader.driver, reader.root)
-        total, used, free, _ = inner.memory()
-        uuid, name = inner.ask("nvmlDeviceGetUUID"), inner.ask("nvmlDeviceGetName")
-        found.append(MigDevice(index, uuid, name, total, used, free, inner.processes()))
+    for index in range(reader.ask("MaxMigDeviceCount") or 0):
+        handle = reader.ask("MigDeviceHandleByIndex", index)
+        if handle is not None:
+            inner = _Reader(reader.nvml, handle, reader.driver, reader.root)
+            values = inner.device({})
+            values.pop("memory_reserved_bytes", None)
+            found.append(MigDevice(index, **values, processes=inner.processes()))
     return tuple(found)
 
 
-def _link(
-    nvml: Any, a: int, b: int, handles: dict[int, Any], remotes: dict[int, list[str] | None], bus: str | None
-) -> Link:
-    one, other, ends = _Reader(nvml, handles[a], None, ""), handles[b], remotes[a]
-    path, p2p = -1, -1  # what no table has
+def _link(one: _Reader, ends: list[str] | None, other: _Reader, a: int, b: Gpu) -> Link:
+    path: Any = None
+    p2p: Any = None
     with contextlib.suppress(Lost):
-        path = _or(one.ask("nvmlDeviceGetTopologyCommonAncestor", other), -1)
-        p2p = _or(one.ask("nvmlDeviceGetP2PStatus", other, 0), -1)
-    reach = P2P.get(p2p, f"status {p2p}") if p2p >= 0 else None
-    return Link(a, b, PATHS.get(path), None if ends is None or bus is None else ends.count(bus), reach)
-
-
-def _remote_ends(nvml: Any, handle: Any) -> list[str] | None:
-    """The PCI id at the end of each active NVLink (a switch's, where there is one); None without NVLink."""
-    one = _Reader(nvml, handle, None, "")
-    with contextlib.suppress(Lost):
-        links = one.links()
-        ends = [one.ask("nvmlDeviceGetNvLinkRemotePciInfo", link) for link, active in enumerate(links) if active]
-        return [str(end.busId) for end in ends if end is not None] if links else None
-    return []
-
-
-def _or(value: Any, default: int) -> int:
-    return default if value is None else int(value)
+        path = one.ask("TopologyCommonAncestor", other.handle)
+        p2p = one.ask("P2PStatus", other.handle, 0)
+    nvlinks = None if ends is None or b.pci_bus_id is None else ends.count(b.pci_bus_id)
+    return Link(a, b.index, PATHS.get(path), nvlinks, None if p2p is None else P2P.get(p2p, f"status {p2p}"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 HOST_PID_NAMESPACE = "pid:[4026531836]"  # a constant of the kernel: the first namespace's inode
 
@@ -25,23 +26,19 @@ class Who:
 
 def who(pid: int, root: str = "/") -> Who | None:
     """The live process of that number, or None: gone, a zombie (it holds nothing any more), or not to be seen."""
-    folder = os.path.join(root, "proc", str(pid))
+
+    def text(*names: str) -> str:
+        return Path(root, "proc", *names).read_text(encoding="utf-8", errors="replace")
+
     try:
-        with open(os.path.join(folder, "stat"), encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        with open(os.path.join(folder, "status"), encoding="utf-8", errors="replace") as file:
-            uid = int(next(line for line in file if line.startswith("Uid:")).split()[1])
-        with open(os.path.join(folder, "cmdline"), encoding="utf-8", errors="replace") as file:
-            words = [word for word in file.read().split("\0") if word]
-        with open(os.path.join(root, "proc", "uptime"), encoding="utf-8") as file:
-            uptime = float(file.read().split()[0])
-    except (OSError, StopIteration, ValueError, IndexError):
+        fields = text(str(pid), "stat").rpartition(")")[2].split()
+        uid = int(text(str(pid), "status").partition("\nUid:")[2].split()[0])
+        command = " ".join(word for word in text(str(pid), "cmdline").split("\0") if word)
+        start = int(fields[19])
+        age = max(0.0, float(text("uptime").split()[0]) - start / os.sysconf("SC_CLK_TCK"))
+        return None if fields[0] in "ZX" else Who(user_name(uid), command, age, int(fields[1]), start, int(fields[3]))
+    except (OSError, ValueError, IndexError):
         return None
-    if not fields or fields[0] in "ZX":
-        return None
-    start = int(fields[19])
-    age = max(0.0, uptime - start / os.sysconf("SC_CLK_TCK"))
-    return Who(user_name(uid), " ".join(words), age, int(fields[1]), start, int(fields[3]))
 
 
 def user_name(uid: int) -> str:
@@ -52,16 +49,15 @@ def user_name(uid: int) -> str:
     return str(uid)
 
 
-def is_alive(pid: int, start_ticks: int | None, root: str = "/") -> bool:
+def is_alive(pid: int, start_ticks: int | None) -> bool:
     """Whether that very process lives: the number may have been given to another one since."""
-    found = who(pid, root)
+    found = who(pid)
     return found is not None and start_ticks in (None, found.start_ticks)
 
 
 def gpu_devices(pid: int, root: str = "/") -> tuple[str, ...] | None:
     """The device files of NVIDIA's that the process has open; None when its files cannot be read."""
-    folder = os.path.join(root, "proc", str(pid), "fd")
-    found = set()
+    folder, found = os.path.join(root, "proc", str(pid), "fd"), set()
     try:
         for name in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):
@@ -71,34 +67,24 @@ def gpu_devices(pid: int, root: str = "/") -> tuple[str, ...] | None:
     return tuple(sorted(target for target in found if target.startswith("/dev/nvidia")))
 
 
-@dataclass(frozen=True)
-class DeviceHolder:
-    """A process that keeps GPU device files open, whether the driver lists it or not."""
+def device_holders(root: str = "/") -> tuple[list[tuple[int, Who, tuple[str, ...]]], int]:
+    """Every process that keeps GPU device files open, whether the driver lists it or not: (pid, who, files).
 
-    pid: int
-    user: str
-    command: str
-    age_seconds: float
-    orphan: bool
-    devices: tuple[str, ...]
-
-
-def device_holders(root: str = "/") -> tuple[list[DeviceHolder], int]:
-    """All of them, and how many processes could not be looked into (other users': root can)."""
+    And how many processes could not be looked into (other users': root can).
+    """
     found, hidden = [], 0
-    for pid in (int(name) for name in os.listdir(os.path.join(root, "proc")) if name.isdecimal()):
+    for pid in sorted(int(name) for name in os.listdir(os.path.join(root, "proc")) if name.isdecimal()):
         devices = gpu_devices(pid, root)
         one = who(pid, root) if devices != () else None
         if one is not None and devices is None:
             hidden += 1
         elif one is not None and devices is not None:
-            found.append(DeviceHolder(pid, one.user, one.command, one.age_seconds, one.parent == 1, devices))
-    return sorted(found, key=lambda one: one.pid), hidden
+            found.append((pid, one, devices))
+    return found, hidden
 
 
 def may_be_foreign(root: str = "/") -> bool:
     """Whether ids from the driver may mean other processes than ours: inside a container with its own numbers."""
-    try:
+    with contextlib.suppress(OSError):
         return os.readlink(os.path.join(root, "proc/self/ns/pid")) != HOST_PID_NAMESPACE
-    except OSError:
-        return False
+    return False

@@ -7,6 +7,7 @@ makes a set of GPUs better, in this order: one kind, the best connected, the lea
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -20,7 +21,7 @@ from evener.errors import DriverError, ShortageError, UsageError
 from evener.gpus import look, owners, visible
 from evener.gpus.leases import PICKER_SECONDS, Folder, Lease, default_path
 from evener.gpus.nvml import PATHS
-from evener.gpus.values import Gpu, MigDevice, Snapshot
+from evener.gpus.values import Device, Gpu, Snapshot
 
 POLL_SECONDS = 1.0
 MOST_SETS = 20_000  # compared one by one; beyond, sets are grown greedily
@@ -47,14 +48,10 @@ class Wish:
     wait_seconds: float | None = None
 
     def __str__(self) -> str:
-        model = f"{self.model} " if self.model else ""
-        what = (
-            f"all idle {model}GPUs"
-            if self.count is None
-            else f"{self.count} {model}GPU{'' if self.count == 1 else 's'}"
-        )
-        what = ",".join(self.words) or what
-        return f"{what}{f' with {look.size(self.min_free_bytes)} free' if self.min_free_bytes else ''}"
+        many = "all idle" if self.count is None else str(self.count)
+        what = f"{many}{f' {self.model}' if self.model else ''} GPU{'' if self.count == 1 else 's'}"
+        free = f" with {look.size(self.min_free_bytes)} free" if self.min_free_bytes else ""
+        return f"{','.join(self.words) or what}{free}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Universe:
 class Picked:
     """GPUs that are yours (while `lease` is open), in the order of their indices."""
 
-    gpus: tuple[Gpu | MigDevice, ...]
+    gpus: tuple[Device, ...]
     lease: Lease | None
     notes: tuple[str, ...] = ()
 
@@ -102,13 +99,13 @@ def parse(text: str) -> Wish:
 
 def parse_size(text: str, option: str) -> int:
     """`20GB` (10^9), `20GiB` or `20G` (2^30), `500MB`, ... in bytes."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
-    if not match or not match[2]:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT])(i?)(B?)", text.strip(), re.IGNORECASE)
+    if not match:
         raise UsageError(
             f"{option} {text} is no amount of memory.", fix=[f"{option} 20GB (10^9 bytes) or 20GiB (2^30)"]
         )
     base = 1000 if match[4] and not match[3] else 1024
-    return int(float(match[1]) * base ** (" KMGT".index(match[2].upper())))
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper()))
 
 
 def parse_seconds(text: str, option: str) -> float:
@@ -123,87 +120,65 @@ def parse_seconds(text: str, option: str) -> float:
 
 def universe(snapshot: Snapshot, environ: Mapping[str, str]) -> Universe:
     """What may be picked. Raises UsageError where CUDA_VISIBLE_DEVICES cannot be understood from outside."""
-    scheduler = None
+    scheduler = "Kubernetes" if environ.get("KUBERNETES_SERVICE_HOST") else None
     if environ.get("SLURM_JOB_ID"):
         scheduler = f"Slurm job {environ['SLURM_JOB_ID']}"
-    elif environ.get("KUBERNETES_SERVICE_HOST"):
-        scheduler = "Kubernetes"
     seen = visible.read(environ, snapshot.gpus)
+    named, why = seen.slots, "; ".join(seen.lines(snapshot.gpus))
     if seen.value is None:
-        every = {gpu.uuid for gpu in snapshot.gpus} | {part.uuid for gpu in snapshot.gpus for part in gpu.mig}
-        why = f"granted by {scheduler}" if scheduler else ""
-        parts = tuple(part.uuid for gpu in snapshot.gpus for part in gpu.mig if part.uuid) if scheduler else ()
-        return Universe(snapshot, frozenset(uuid for uuid in every if uuid), why, scheduler, parts)
-    if None in seen.slots:
-        raise UsageError(
-            f"{visible.VARIABLE}={seen.value}: which GPUs these are is not known.",
-            evidence=seen.because,
-            fix=[f"{visible.ORDER}=PCI_BUS_ID makes an index what nvidia-smi shows", "or put UUIDs there: evener gpus"],
-        )
-    named = tuple(uuid for uuid in seen.slots if uuid)
-    parts = tuple(uuid for uuid in named if uuid.startswith("MIG-"))
-    return Universe(snapshot, frozenset(named), "; ".join(seen.lines(snapshot.gpus)), scheduler, parts)
+        named, why = tuple(one.uuid for one in snapshot.devices), f"granted by {scheduler}" if scheduler else ""
+    elif None in named:
+        fix = [f"{visible.ORDER}=PCI_BUS_ID makes an index what nvidia-smi shows", "or put UUIDs there: evener gpus"]
+        cause = f"{visible.VARIABLE}={seen.value}: which GPUs these are is not known."
+        raise UsageError(cause, evidence=seen.because, fix=fix)
+    uuids = tuple(uuid for uuid in named if uuid)
+    chosen = scheduler is not None or seen.value is not None
+    parts = tuple(uuid for uuid in uuids if uuid.startswith("MIG-") and chosen)
+    return Universe(snapshot, frozenset(uuids), why, scheduler, parts)
 
 
 def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
     """The best set that fulfils the wish now, or why there is none. A function of its arguments."""
-    snapshot = world.snapshot
     if wish.words:
         return _choose_named(wish, world)
     if world.mig and wish.count in (None, 1):
         return _choose_named(replace(wish, words=world.mig[:1]), world)
-    reasons: dict[int, str] = {}
-    kinds: dict[tuple[str | None, int | None], list[Gpu]] = {}
-    for gpu in snapshot.gpus:
-        why = _unfit(gpu, wish, world)
-        if why is None:
+    gpus, kinds = world.snapshot.gpus, dict[tuple[str | None, int | None], list[Gpu]]()
+    reasons = {gpu.index: why for gpu in gpus if (why := _unfit(gpu, wish, world))}
+    for gpu in gpus:
+        if gpu.index not in reasons:
             kinds.setdefault((gpu.name, gpu.memory_total_bytes), []).append(gpu)
-        else:
-            reasons[gpu.index] = why
 
-    def strength(kind: list[Gpu]) -> tuple[float, int]:
-        return float(kind[0].compute_capability or 0), kind[0].memory_total_bytes or 0
+    def strength(kind: list[Gpu]) -> tuple[int, float, int]:
+        many = len(kind) if wish.count is None else 0
+        return many, float(kind[0].compute_capability or 0), kind[0].memory_total_bytes or 0
 
-    enough = [kind for kind in kinds.values() if len(kind) >= (wish.count or 1)]
-    if not enough:
-        grouped: dict[str, list[int]] = {}
+    best = max((kind for kind in kinds.values() if len(kind) >= (wish.count or 1)), key=strength, default=None)
+    if best is None:
+        by_reason: dict[str, list[str]] = {}
         for index, why in reasons.items():
-            grouped.setdefault(why, []).append(index)
-        lines = [f"GPU {', '.join(map(str, which))}: {why}" for why, which in grouped.items()]
+            by_reason.setdefault(why, []).append(str(index))
+        lines = [f"GPU {', '.join(which)}: {why}" for why, which in by_reason.items()]
         if len(kinds) > 1:
             counts = ", ".join(f"{len(kind)} {kind[0].name}" for kind in kinds.values())
             lines.insert(0, f"they would have to be of one kind; free are {counts}")
-        free = sum(len(kind) for kind in kinds.values())
-        cause = f"{wish} wanted, {free} of {len(snapshot.gpus)} GPU{'s' if len(snapshot.gpus) > 1 else ''} fit now."
-        if not snapshot.gpus:
-            cause = f"{wish} wanted, and there is none."
-        return _shortage(cause, wish, world, lines)
-    if wish.count is None:
-        best = max(enough, key=lambda kind: (len(kind), strength(kind)))
-        chosen: Sequence[Gpu] = best
-    else:
-        best = max(enough, key=strength)
-        chosen = best_set(best, wish.count, snapshot)
+        fit = f"{len(gpus) - len(reasons)} of {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} fit now"
+        return _shortage(f"{wish} wanted, {fit if gpus else 'and there is none'}.", wish, world, lines)
+    chosen: Sequence[Gpu] = best if wish.count is None else best_set(best, wish.count, world.snapshot)
     notes = []
     if wish.count is None:
-        others = [gpu for gpu in snapshot.gpus if gpu not in best and (gpu.uuid in world.uuids or not gpu.uuid)]
+        others = [gpu for gpu in gpus if gpu not in best and (gpu.uuid in world.uuids or not gpu.uuid)]
         notes = [f"GPU {gpu.index} left out: {reasons.get(gpu.index, f'another kind ({gpu.name})')}" for gpu in others]
     notes += [f"GPU {gpu.index} is shared: {gpu.busy_because[0]}" for gpu in chosen if gpu.busy_because]
     return Picked(tuple(sorted(chosen, key=lambda gpu: gpu.index)), None, tuple(notes))
 
 
 def _choose_named(wish: Wish, world: Universe) -> Picked | ShortageError:
-    chosen: list[Gpu | MigDevice] = []
-    lines = []
-    for word in wish.words:
-        gpu = _named(word, world)
-        if gpu in chosen:
-            raise UsageError(f"--gpus {','.join(wish.words)} names {gpu.uuid} twice.")
-        chosen.append(gpu)
-        why = _unfit(gpu, wish, world)
-        if why is not None:
-            lines.append(f"{word}: {why}")
-    if lines:
+    chosen = [_named(word, world) for word in wish.words]
+    if twice := [one.uuid for i, one in enumerate(chosen) if one in chosen[:i]]:
+        raise UsageError(f"--gpus {','.join(wish.words)} names {twice[0]} twice.")
+    reasons = [(word, _unfit(one, wish, world)) for word, one in zip(wish.words, chosen)]
+    if lines := [f"{word}: {why}" for word, why in reasons if why]:
         return _shortage(f"{wish} cannot be taken now.", wish, world, lines)
     notes = [f"{gpu.uuid} is shared: {gpu.busy_because[0]}" for gpu in chosen if gpu.busy_because]
     if len({gpu.name for gpu in chosen}) > 1:
@@ -211,30 +186,24 @@ def _choose_named(wish: Wish, world: Universe) -> Picked | ShortageError:
     return Picked(tuple(chosen), None, tuple(notes))
 
 
-def _named(word: str, world: Universe) -> Gpu | MigDevice:
-    everything: list[Gpu | MigDevice] = [
-        *world.snapshot.gpus,
-        *(part for gpu in world.snapshot.gpus for part in gpu.mig),
-    ]
-    found: list[Gpu | MigDevice]
+def _named(word: str, world: Universe) -> Device:
+    gpus, found = world.snapshot.gpus, list[Device]()
     if word.isdecimal():
-        found = [gpu for gpu in everything if isinstance(gpu, Gpu) and gpu.index == int(word)]
+        found += [gpu for gpu in gpus if gpu.index == int(word)]
     else:
-        found = [gpu for gpu in everything if gpu.uuid and gpu.uuid.lower().startswith(word.lower())]
+        found += [one for one in world.snapshot.devices if one.uuid and one.uuid.lower().startswith(word.lower())]
     if len(found) != 1:
-        there = [f"GPU {gpu.index}: {gpu.uuid or gpu.error} {gpu.name or ''}".rstrip() for gpu in world.snapshot.gpus]
+        there = [f"GPU {gpu.index}: {gpu.uuid or gpu.error} {gpu.name or ''}".rstrip() for gpu in gpus]
         what = f"means {len(found)} GPUs" if found else "is no GPU of this machine"
         raise UsageError(f"--gpus: {word} {what}.", evidence=there, fix=["`evener gpus` lists them"])
     if found[0].uuid and found[0].uuid not in world.uuids:
-        raise UsageError(
-            f"--gpus: {word} is not among the GPUs that this process may use.",
-            evidence=[world.why],
-            fix=[f"unset {visible.VARIABLE}, or add it there" if not world.scheduler else "ask the scheduler for it"],
-        )
+        fix = "ask the scheduler for it" if world.scheduler else f"unset {visible.VARIABLE}, or add it there"
+        cause = f"--gpus: {word} is not among the GPUs that this process may use."
+        raise UsageError(cause, evidence=[world.why], fix=[fix])
     return found[0]
 
 
-def _unfit(gpu: Gpu | MigDevice, wish: Wish, world: Universe) -> str | None:
+def _unfit(gpu: Device, wish: Wish, world: Universe) -> str | None:
     """Why this one will not do, or None."""
     if isinstance(gpu, Gpu) and gpu.error:
         return gpu.error
@@ -340,13 +309,13 @@ def pick(
     folder = Folder(lock_folder or default_path())
     folder.prepare()
     until = time.monotonic() + (wish.wait_seconds or 0.0)
-    patience = max(PICKER_SECONDS, wish.wait_seconds or 0.0)
-    with folder.serial(patience):
-        ticket = folder.line_up(f"{owners.user_name(os.getuid())}, pid {os.getpid()}: {wish}")
-    said = ""
-    try:
+    patience, said = max(PICKER_SECONDS, wish.wait_seconds or 0.0), ""
+    with contextlib.ExitStack() as queue:
+        with folder.serial(patience):
+            who = f"{owners.user_name(os.getuid())}, pid {os.getpid()}"
+            number = queue.enter_context(folder.line_up(f"{who}: {wish}"))
         while True:
-            first = next(folder.waiting(before=ticket.number), None)
+            first = next(folder.waiting(before=number), None)
             if first is not None:
                 found = ShortageError("Others wait for GPUs and come first.", evidence=[first])
             else:
@@ -363,8 +332,6 @@ def pick(
                 said = found.cause
                 say(f"waiting for {wish}: {said}" + "".join(f"\n  {line}" for line in found.evidence))
             time.sleep(min(poll_seconds, max(0.0, until - time.monotonic())))
-    finally:
-        ticket.close()
 
 
 def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder) -> Picked | ShortageError:
@@ -430,10 +397,9 @@ def pick_gpus(
         return tuple(uuid for uuid in seen.slots if uuid)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise UsageError(
-            "pick_gpus: CUDA has already been started in this process, and sees the GPUs that it saw then.",
-            fix=["call evener.pick_gpus() first thing in the script", "or start it with `evener run --gpus N`"],
-        )
+        cause = "pick_gpus: CUDA has already been started in this process, and sees the GPUs that it saw then."
+        fix = ["call evener.pick_gpus() first thing in the script", "or start it with `evener run --gpus N`"]
+        raise UsageError(cause, fix=fix)
     free = parse_size(min_free, "min_free") if min_free else 0
     seconds = None if wait is False else float("inf") if wait is True else float(wait)
     wish = Wish(count=n, min_free_bytes=free, model=model, wait_seconds=seconds)

@@ -17,42 +17,39 @@ FIELDS_OF_OLD_DRIVERS = FIELDS.replace(",memory.reserved", "").replace(",compute
 SECONDS = 20  # with a lost GPU it can take long
 
 
-def there() -> bool:
-    return shutil.which("nvidia-smi") is not None
-
-
-def read() -> Snapshot:
-    """What its CSV says; what it leaves out ("[N/A]", "[GPU is lost]") is unknown."""
+def read() -> Snapshot | None:
+    """What its CSV says; what it leaves out ("[N/A]", "[GPU is lost]") is unknown. None: there is no such program."""
+    if shutil.which("nvidia-smi") is None:
+        return None
     for fields in (FIELDS, FIELDS_OF_OLD_DRIVERS):
-        code, text = _call(f"--query-gpu={fields}")
+        code, table = _call(f"--query-gpu={fields}")
         if code == 0:
             break
     else:
-        evidence = (f"nvidia-smi ended with {code}: {text.strip().splitlines()[0] if text.strip() else 'no word'}",)
-        return Snapshot(trouble=Trouble("other", "nvidia-smi cannot read the GPUs.", True, evidence, ("nvidia-smi",)))
-    rows = [dict(zip(fields.split(","), cells)) for cells in _table(text)]
-    code, text = _call("--query-compute-apps=gpu_uuid,pid,used_gpu_memory")
+        evidence = f"nvidia-smi ended with {code}: {', '.join(table[0]) if table else 'no word'}"
+        return Snapshot(
+            trouble=Trouble("other", "nvidia-smi cannot read the GPUs.", True, (evidence,), ("nvidia-smi",))
+        )
+    rows = [dict(zip(fields.split(","), cells)) for cells in table]
+    code, table = _call("--query-compute-apps=gpu_uuid,pid,used_gpu_memory")
     processes: dict[str, list[Process]] = {}
-    for uuid, pid, memory in (cells for cells in _table(text) if len(cells) == 3 and cells[1].isdecimal()):
-        processes.setdefault(uuid, []).append(named_process(int(pid), _mib(memory), "compute"))
+    for uuid, pid, memory in (cells for cells in table if len(cells) == 3 and cells[1].isdecimal()):
+        processes.setdefault(uuid, []).append(named_process(int(pid), _whole(memory, MIB), "compute"))
     gpus = tuple(_gpu(row, processes if code == 0 else None) for row in rows)
-    driver = next((_word(row["driver_version"]) for row in rows), None)
-    return Snapshot(driver=driver, source="nvidia-smi", gpus=gpus)
+    return Snapshot(next((_word(row["driver_version"]) for row in rows), None), source="nvidia-smi", gpus=gpus)
 
 
-def _call(query: str) -> tuple[int, str]:
+def _call(query: str) -> tuple[int, list[list[str]]]:
+    """Its exit code, and the cells of every line it printed."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        code, text = done.returncode, done.stdout or done.stderr
     except subprocess.TimeoutExpired:
-        return 124, f"no answer within {SECONDS} s"
+        code, text = 124, f"no answer within {SECONDS} s"
     except OSError as error:
-        return 127, str(error)
-    return done.returncode, done.stdout or done.stderr
-
-
-def _table(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+        code, text = 127, str(error)
+    return code, [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
 
 
 def _word(cell: str | None) -> str | None:
@@ -66,34 +63,28 @@ def _number(cell: str | None) -> float | None:
         return None
 
 
-def _mib(cell: str | None) -> int | None:
+def _whole(cell: str | None, unit: int = 1) -> int | None:
     number = _number(cell)
-    return None if number is None else int(number * MIB)
+    return None if number is None else int(number * unit)
 
 
 def _gpu(row: dict[str, str], processes: dict[str, list[Process]] | None) -> Gpu:
-    def whole(name: str) -> int | None:
-        number = _number(row.get(name))
-        return None if number is None else int(number)
-
-    uuid, name = _word(row["uuid"]), _word(row["name"])
-    lost = next((cell.strip("[]") for cell in row.values() if "lost" in cell.lower()), None)
-    mig = _word(row.get("mig.mode.current"))
+    uuid, mig = _word(row["uuid"]), _word(row.get("mig.mode.current"))
     return Gpu(
         index=int(row["index"]),
         uuid=uuid,
-        name=name,
-        memory_total_bytes=_mib(row["memory.total"]),
-        memory_used_bytes=_mib(row["memory.used"]),
-        memory_free_bytes=_mib(row["memory.free"]),
-        memory_reserved_bytes=_mib(row.get("memory.reserved")),
-        utilization_percent=whole("utilization.gpu"),
-        temperature_c=whole("temperature.gpu"),
-        power_w=_number(row.get("power.draw")),
-        power_limit_w=_number(row.get("power.limit")),
+        name=_word(row["name"]),
+        memory_total_bytes=_whole(row["memory.total"], MIB),
+        memory_used_bytes=_whole(row["memory.used"], MIB),
+        memory_free_bytes=_whole(row["memory.free"], MIB),
+        memory_reserved_bytes=_whole(row.get("memory.reserved"), MIB),
+        utilization_percent=_whole(row["utilization.gpu"]),
+        temperature_c=_whole(row["temperature.gpu"]),
+        power_w=_number(row["power.draw"]),
+        power_limit_w=_number(row["power.limit"]),
         compute_capability=_word(row.get("compute_cap")),
-        pci_bus_id=_word(row.get("pci.bus_id")),
+        pci_bus_id=_word(row["pci.bus_id"]),
         mig_enabled=None if mig is None else mig == "Enabled",
         processes=None if processes is None else tuple(processes.get(uuid or "", ())),
-        error=lost,
+        error=next((cell.strip("[]") for cell in row.values() if "lost" in cell.lower()), None),
     )

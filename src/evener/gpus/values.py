@@ -33,7 +33,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease. Only `held` is certain (the lock itself); the rest is what the holder wrote down."""
+    """Who holds a lease, as the holder wrote it down: only that somebody does (the lock itself) is certain."""
 
     pid: int | None = None
     user: str | None = None
@@ -67,36 +67,14 @@ class Health:
 
 
 @dataclass(frozen=True)
-class MigDevice:
-    """A slice of a GPU in MIG mode. It is picked by its UUID; CUDA uses one of them per process."""
-
-    index: int
-    uuid: str | None = None
-    name: str | None = None
-    memory_total_bytes: int | None = None
-    memory_used_bytes: int | None = None
-    memory_free_bytes: int | None = None
-    processes: tuple[Process, ...] | None = None
-    slot: int | None = None
-    lease: Holder | None = None
-    idle: bool | None = None
-    busy_because: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU.
+class Device:
+    """What can be picked.
 
     Attributes:
-        index: The driver's number, in PCI order: what nvidia-smi shows.
-        slot: The number inside CUDA_VISIBLE_DEVICES that a process started here would use (`cuda:SLOT`); None when it
-            is hidden there, or when CUDA's own order is not known.
-        memory_reserved_bytes: What the driver keeps for itself, not counted as used. None on drivers before 510, whose
-            `used` may include it.
+        index: Of a GPU the driver's number, in PCI order: what nvidia-smi shows. Of a MIG device its number there.
+        slot: The N of `cuda:N` for a process started here; None when it is hidden, or only CUDA knows the order.
         processes: None when they cannot be read: not the same as none.
-        idle: None until `evener.gpus.look` has judged.
-        error: Why nothing, or not everything, could be read ("GPU is lost").
-        notes: What the reader should know and does not make it busy.
+        idle, busy_because: None and () until `look.judge` has judged.
     """
 
     index: int
@@ -106,6 +84,28 @@ class Gpu:
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
     memory_free_bytes: int | None = None
+    processes: tuple[Process, ...] | None = None
+    lease: Holder | None = None
+    idle: bool | None = None
+    busy_because: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MigDevice(Device):
+    """A slice of a GPU in MIG mode. It is picked by its UUID; CUDA uses one of them per process."""
+
+
+@dataclass(frozen=True)
+class Gpu(Device):
+    """One GPU.
+
+    Attributes:
+        memory_reserved_bytes: What the driver keeps for itself, not counted as used. None on drivers before 510, whose
+            `used` may include it.
+        error: Why nothing, or not everything, could be read ("GPU is lost").
+        notes: What the reader should know and does not make it busy.
+    """
+
     memory_reserved_bytes: int | None = None
     utilization_percent: int | None = None
     temperature_c: int | None = None
@@ -116,10 +116,6 @@ class Gpu:
     numa_node: int | None = None
     mig_enabled: bool | None = None
     mig: tuple[MigDevice, ...] = ()
-    processes: tuple[Process, ...] | None = None
-    lease: Holder | None = None
-    idle: bool | None = None
-    busy_because: tuple[str, ...] = ()
     health: Health = Health()
     error: str | None = None
     notes: tuple[str, ...] = ()
@@ -138,15 +134,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why there are no GPUs to show.
+    """Why there are no GPUs to show. `broken`: there should be some (exit code 4), not just none (3)."""
 
-    Attributes:
-        kind: "no-gpu", "amd", "no-driver", "driver-not-loaded", "mismatch", "no-permission", "lost-in-container" or
-            "other".
-        broken: There should be some (exit code 4), not just none (3).
-    """
-
-    kind: str
+    kind: str  # no-gpu, amd, no-driver, driver-not-loaded, mismatch, no-permission, lost-in-container or other
     cause: str
     broken: bool
     evidence: tuple[str, ...] = ()
@@ -175,6 +165,11 @@ class Snapshot:
     notes: tuple[str, ...] = ()
     trouble: Trouble | None = None
 
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Every GPU, then every MIG device."""
+        return (*self.gpus, *(part for gpu in self.gpus for part in gpu.mig))
+
 
 def to_json(snapshot: Snapshot) -> dict[str, Any]:
     """The contract of `evener gpus --json`: plain dicts and lists, ready for `json.dumps`."""
@@ -187,46 +182,32 @@ def from_json(values: Any, where: str) -> Snapshot:
     Raises UsageError with the path of the first value that does not fit.
     """
     try:
-        return typing.cast(Snapshot, _build(Snapshot, values, "", typing.get_type_hints(Snapshot)))
-    except _Misfit as error:
-        raise UsageError(
-            f"{where} is no recording of GPUs.",
-            evidence=[str(error)],
-            fix=["`evener gpus --record FILE` writes one, on the machine that has the GPUs"],
-        ) from None
-
-
-class _Misfit(ValueError):
-    pass
-
-
-def _build(kind: Any, value: Any, path: str, hints: dict[str, Any]) -> Any:
-    if not isinstance(value, dict):
-        raise _Misfit(f"{path or 'the file'}: an object was expected, not {type(value).__name__}")
-    known = {field.name for field in dataclasses.fields(kind)}
-    for name in value:
-        if name not in known:
-            raise _Misfit(f"{path}{name}: not a field of {kind.__name__}")
-    try:
-        return kind(**{name: _read(hints[name], one, f"{path}{name}") for name, one in value.items()})
-    except TypeError as error:  # a field without a default is missing
-        raise _Misfit(f"{path or 'the file'}: {str(error).rpartition(': ')[2]} is missing") from None
+        return typing.cast(Snapshot, _read(Snapshot, values, ""))
+    except ValueError as error:
+        fix = ["`evener gpus --record FILE` writes one, on the machine that has the GPUs"]
+        raise UsageError(f"{where} is no recording of GPUs.", evidence=[str(error)], fix=fix) from None
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = typing.get_args(hint)[0]
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, f"{path}.", typing.get_type_hints(hint))
+    """`value` as the type `hint` has it. Raises ValueError with the path."""
+    if isinstance(hint, types.UnionType):  # always "or None"
+        return None if value is None else _read(typing.get_args(hint)[0], value, path)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{path or 'the file'}: an object was expected, not {type(value).__name__}")
+        hints, below = typing.get_type_hints(hint), f"{path}." if path else ""
+        if unknown := [name for name in value if name not in hints]:
+            raise ValueError(f"{below}{unknown[0]}: not a field of {hint.__name__}")
+        try:
+            return hint(**{name: _read(hints[name], one, f"{below}{name}") for name, one in value.items()})
+        except TypeError as error:  # a field without a default is missing
+            raise ValueError(f"{path or 'the file'}: {str(error).rpartition(': ')[2]} is missing") from None
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise _Misfit(f"{path}: a list was expected, not {value!r}")
-        inner = typing.get_args(hint)[0]
-        return tuple(_read(inner, one, f"{path}[{i}]") for i, one in enumerate(value))
+            raise ValueError(f"{path}: a list was expected, not {value!r}")
+        return tuple(_read(typing.get_args(hint)[0], one, f"{path}[{i}]") for i, one in enumerate(value))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise _Misfit(f"{path}: {hint.__name__} was expected, not {value!r}")
+        raise ValueError(f"{path}: {hint.__name__} was expected, not {value!r}")
     return value

@@ -20,9 +20,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from evener.errors import DeviceError
-from evener.gpus.values import Gpu
+from evener.gpus.values import Gpu, Snapshot
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -46,13 +47,11 @@ class Visible:
 
     Attributes:
         slots: The UUID behind every slot; None where only CUDA knows.
-        words: What each slot is called in the variable (or would be, where it is unset).
         because: Why words do not count, or why slots are unknown.
     """
 
     value: str | None
     slots: tuple[str | None, ...]
-    words: tuple[str, ...]
     because: tuple[str, ...] = ()
 
     def slot_of(self, uuid: str | None) -> int | None:
@@ -65,50 +64,35 @@ class Visible:
         named: dict[str | None, str] = {gpu.uuid: f"GPU {gpu.index}" for gpu in gpus if gpu.uuid}
         named |= {part.uuid: f"MIG {gpu.index}.{part.index}" for gpu in gpus for part in gpu.mig if part.uuid}
         pairs = [f"cuda:{i} is {named.get(uuid, 'not known')}" for i, uuid in enumerate(self.slots)]
-        text = ", ".join(pairs) if pairs else "no GPU is visible"
         short = self.value if len(self.value) <= 40 else f"{self.value[:37]}..."
-        return [f"{VARIABLE}={short}: {text}", *self.because]
+        return [f"{VARIABLE}={short}: {', '.join(pairs) or 'no GPU is visible'}", *self.because]
 
 
 def parse(value: str | None) -> Words:
     """The words of the variable that count. Never raises: whatever is in it has a meaning."""
     if value is None:
         return Words()
-    words = value.split(",")
-    for prefix in ("GPU-", "MIG-"):
-        if value.startswith(prefix):
-            return _uuids(words, prefix)
-    found: list[int] = []
+    words, found, ended = value.split(","), list[Any](), None
+    prefix = value[:4] if value.startswith(("GPU-", "MIG-")) else ""
+    item: Any
     for word in words:
-        number = _leading_number(word.strip())
-        if number is not None and number in found:  # a second -1 cannot come: the first one ended the list
-            return Words(indices=(), ended=f"{number} is there twice, which hides every GPU")
-        if number is None or number < 0:
-            if value.strip() in ("", "-1"):
-                return Words(indices=(), ended=None)
-            why = "is negative" if number is not None else "is no index"
-            rest = "" if word is words[-1] else " and what follows it"
-            return Words(indices=tuple(found), ended=f"{word.strip()!r} {why}: it{rest} does not count")
-        found.append(number)
-    return Words(indices=tuple(found))
-
-
-def _uuids(words: list[str], prefix: str) -> Words:
-    found: list[str] = []
-    for word in words:
-        if word in found:
-            return Words(uuids=(), ended=f"{word} is there twice, which hides every GPU")
-        if not word.startswith(prefix):
-            rest = "" if word is words[-1] else " and what follows it"
+        if prefix:
+            item, counts, shown = word, word.startswith(prefix), word
             why = "begins with a space" if word.lstrip().startswith(prefix) else f"does not begin with {prefix}"
-            return Words(uuids=tuple(found), ended=f"{word!r} {why}: it{rest} does not count")
-        found.append(word)
-    return Words(uuids=tuple(found))
-
-
-def _leading_number(word: str) -> int | None:
-    match = re.match(r"[+-]?[0-9]+", word)
-    return int(match[0]) if match else None
+        else:
+            number = re.match(r"[+-]?[0-9]+", shown := word.strip())
+            item = int(number[0]) if number else None
+            counts, why = item is not None and item >= 0, "is negative" if number else "is no index"
+        if counts and item not in found:
+            found.append(item)
+            continue
+        if counts:
+            found, ended = [], f"{item} is there twice, which hides every GPU"
+        elif value.strip() not in ("", "-1"):
+            rest = "" if word is words[-1] else " and what follows it"
+            ended = f"{shown!r} {why}: it{rest} does not count"
+        break
+    return Words(uuids=tuple(found), ended=ended) if prefix else Words(indices=tuple(found), ended=ended)
 
 
 def read(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> Visible:
@@ -123,31 +107,26 @@ def read(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> Visible:
     if counted < len(indices):
         there = f"GPUs 0 to {len(gpus) - 1}" if len(gpus) > 1 else "GPU 0" if gpus else "no GPU"
         because.insert(0, f"{indices[counted]} is not there ({there}): the list ends before it")
-    indices = indices[:counted]
     known = environ.get(ORDER) == "PCI_BUS_ID" or len({gpu.name for gpu in gpus if gpu.name}) <= 1
     if not known:
         because.append(f"the GPUs differ and {ORDER} is not PCI_BUS_ID: which one an index means is not known")
-    slots = tuple(gpus[index].uuid if known else None for index in indices)
-    return Visible(value, slots, tuple(str(index) for index in indices), tuple(because))
+    return Visible(value, tuple(gpus[i].uuid if known else None for i in indices[:counted]), tuple(because))
 
 
 def _by_uuid(value: str | None, words: Iterable[str], gpus: Sequence[Gpu], because: list[str]) -> Visible:
-    uuids = [gpu.uuid for gpu in gpus] + [part.uuid for gpu in gpus for part in gpu.mig]
     slots: list[str] = []
-    used: list[str] = []
     for word in words:
-        candidates = [uuid for uuid in uuids if uuid and uuid.startswith(word)]
-        if len(candidates) != 1:
-            why = f"means {len(candidates)} GPUs" if candidates else "is no GPU of this machine"
+        found = [one.uuid for one in Snapshot(gpus=tuple(gpus)).devices if one.uuid and one.uuid.startswith(word)]
+        if len(found) != 1:
+            why = f"means {len(found)} GPUs" if found else "is no GPU of this machine"
             because.insert(0, f"{word} {why}: the list ends before it")
             break
-        if candidates[0] in slots:
-            return Visible(value, (), (), (f"{word} means a GPU that is already there, which hides every GPU",))
-        slots.append(candidates[0])
-        used.append(word)
+        if found[0] in slots:
+            return Visible(value, (), (f"{word} means a GPU that is already there, which hides every GPU",))
+        slots.append(found[0])
     if len(slots) > 1 and slots[0].startswith("MIG-"):
         because.append("CUDA uses one MIG device per process: the first")
-    return Visible(value, tuple(slots), tuple(used), tuple(because))
+    return Visible(value, tuple(slots), tuple(because))
 
 
 def to_variable(uuids: Iterable[str]) -> dict[str, str]:
@@ -157,24 +136,21 @@ def to_variable(uuids: Iterable[str]) -> dict[str, str]:
 
 def explain_slots(wanted: Iterable[int], visible: Visible, gpus: Sequence[Gpu]) -> DeviceError | None:
     """Why `device_ids=wanted` (or `cuda:N`) cannot be, or None when every slot exists."""
-    wanted = list(wanted)
-    missing = [slot for slot in wanted if not 0 <= slot < len(visible.slots)]
+    count = len(visible.slots)
+    missing = [slot for slot in wanted if not 0 <= slot < count]
     if not missing:
         return None
-    count = len(visible.slots)
-    there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0 only" if count else "none"
-    fix = [
-        "torch counts inside CUDA_VISIBLE_DEVICES: the first one listed is cuda:0, whatever nvidia-smi calls it"
-        if visible.value is not None
-        else "`evener gpus` shows the GPUs of this machine"
-    ]
-    for slot in missing:
+    fix = []
+    for slot in reversed(missing):
         gpu = next((one for one in gpus if one.index == slot), None)
         at = visible.slot_of(gpu.uuid) if gpu else None
         if at is not None:
-            fix.insert(0, f"GPU {slot} of nvidia-smi is cuda:{at} here")
+            fix.append(f"GPU {slot} of nvidia-smi is cuda:{at} here")
         elif gpu is not None and gpu.uuid and visible.value is not None:
-            fix.insert(0, f"GPU {slot} of nvidia-smi is hidden here: add it to {VARIABLE}")
+            fix.append(f"GPU {slot} of nvidia-smi is hidden here: add it to {VARIABLE}")
+    inside = "torch counts inside CUDA_VISIBLE_DEVICES: the first one listed is cuda:0, whatever nvidia-smi calls it"
+    fix.append("`evener gpus` shows the GPUs of this machine" if visible.value is None else inside)
+    there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0 only" if count else "none"
     names = ", ".join(f"cuda:{slot}" for slot in missing)
     cause = f"{names}: no such device here; there {'is' if count == 1 else 'are'} {there}."
     return DeviceError(cause, evidence=visible.lines(gpus), fix=list(dict.fromkeys(fix)))
