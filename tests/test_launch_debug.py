@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +25,6 @@ def test_debug_sets_its_variables_and_says_what_it_costs():
     assert got.debug and "slower" in got.notes[-1] and "collectives compared" in got.notes[-1]
     plain = launch(Request("train.py", nproc=2), here(EIGHT))
     assert not plain.debug and not {"CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG"} & plain.command.env.keys()
-
-
-def test_on_the_cpu_ddp_keeps_working():
-    """torch 2.13 crashes in DDP's constructor over gloo with DETAIL."""
-    got = launch(Request("train.py", nproc=2, cpu=True, debug=True), here())
-    assert got.command.env["TORCH_DISTRIBUTED_DEBUG"] == "INFO" and "collectives" not in got.notes[-1]
 
 
 def test_the_users_own_variables_stay():
@@ -66,10 +61,31 @@ def test_all_processes_follow_when_one_is_well(tmp_path):
     assert run(tmp_path, "--nproc", "2", "--cpu", str(SCRIPT)).stdout == "finished\n", "without --debug nothing is said"
 
 
-@pytest.mark.full
-def test_plain_ddp_runs_under_debug(tmp_path):
-    done = run(tmp_path, "--nproc", "2", "--cpu", "--debug", str(SCRIPT.with_name("ddp_plain.py")))
-    assert done.returncode == 0, done.stderr
+MISMATCH = """
+import sys, torch
+from torch import distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+model(torch.ones(2, 3)).sum().backward()
+dist.all_reduce(torch.ones(4))
+print("so far well", flush=True)
+if sys.argv[1] == "shape":
+    dist.all_reduce(torch.ones(5 + dist.get_rank()))
+elif dist.get_rank():
+    dist.all_reduce(torch.ones(5))
+else:
+    dist.broadcast(torch.ones(5), 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "differ"), [("shape", "5vs 6|6vs 5"), pytest.param("call", "BROADCAST", marks=pytest.mark.full)]
+)
+def test_mismatched_collectives_of_a_plain_ddp_script_are_named(tmp_path, what, differ):
+    (tmp_path / "mismatch.py").write_text(MISMATCH)
+    done = run(tmp_path, "--nproc", "2", "--cpu", "--debug", "mismatch.py", what)
+    assert done.returncode == 1 and "so far well" in done.stdout, done.stderr
+    assert "Detected mismatch between collectives on ranks" in done.stderr and re.search(differ, done.stderr)
 
 
 def test_an_unknown_debug_mode_is_refused(tmp_path):

@@ -168,7 +168,7 @@ def decide(
         notes.append(f"OMP_NUM_THREADS={max(1, threads)} ({how})")
     on_cpu = request.cpu or not machine.gpus.words
     if request.debug:
-        env |= debug.environment(os.path.join(cwd, request.logs, run_id), environ, cpu=on_cpu)
+        env |= debug.environment(os.path.join(cwd, request.logs, run_id), environ)
     wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GLOO_SOCKET_IFNAME": machine.loopback}
     if (
         round is not None

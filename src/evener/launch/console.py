@@ -15,6 +15,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, BinaryIO
 
+from evener.launch.failure import clean
+
 if TYPE_CHECKING:
     from evener.launch.command import Launch
 
@@ -55,10 +57,11 @@ class Channel:
         self.copy_window_size()
 
     def copy_window_size(self) -> None:
-        import termios
+        if self.terminal:
+            import termios
 
-        with contextlib.suppress(OSError, termios.error):
-            termios.tcsetwinsize(self.kept, termios.tcgetwinsize(self.descriptor))
+            with contextlib.suppress(OSError, termios.error):
+                termios.tcsetwinsize(self.kept, termios.tcgetwinsize(self.descriptor))
 
     def read(self) -> bytes:
         """What is there now; empty when nothing is."""
@@ -100,25 +103,27 @@ class Console:
     """The channels of rank 0 and the followers of the others, pumped by the supervisor's loop."""
 
     def __init__(self, launch: Launch) -> None:
-        logs = launch.logs
         ranks = range(launch.first_rank, launch.first_rank + launch.nproc)
         self.log: BinaryIO | None = None
         self.channels: dict[int, Channel] = {}
-        self.followers: list[Follower] = []
         self.silenced: set[int] = set()
         self.line_open_since: float | None = None  # rank 0 is in the middle of a line
         if launch.tee != "none" and 0 in ranks:
-            self._open_channels(launch.private, logs)
-        if launch.tee == "all":
-            self.followers = [Follower(os.path.join(logs, f"rank{rank}.log"), rank) for rank in ranks if rank > 0]
+            self.log = open(os.path.join(launch.logs, "rank0.log"), "ab", buffering=0)  # noqa: SIM115  (in close())
+            for descriptor in (1, 2):
+                with contextlib.suppress(OSError):  # a descriptor that is closed has no channel: rank 0 uses its file
+                    self.channels[descriptor] = self._channel(descriptor, launch.private)
+        followed = [rank for rank in ranks if rank > 0 and launch.tee == "all"]
+        self.followers = [Follower(os.path.join(launch.logs, f"rank{rank}.log"), rank) for rank in followed]
+        self.shown = {0 for _ in self.channels} | set(followed)
 
-    def _open_channels(self, folder: str, logs: str) -> None:
-        self.log = open(os.path.join(logs, "rank0.log"), "ab", buffering=0)  # noqa: SIM115  (closed in close())
-        for descriptor in (1, 2):
-            with contextlib.suppress(OSError):  # a descriptor that is closed has no channel: rank 0 uses its file
-                same = 1 in self.channels and os.path.samestat(os.fstat(1), os.fstat(descriptor))
-                both_terminals = 1 in self.channels and self.channels[1].terminal and os.isatty(descriptor)
-                self.channels[descriptor] = self.channels[1] if same or both_terminals else Channel(descriptor, folder)
+    def _channel(self, descriptor: int, folder: str) -> Channel:
+        first = self.channels.get(1)
+        if first is not None:
+            same = os.path.samestat(os.fstat(1), os.fstat(descriptor))
+            if same or (first.terminal and os.isatty(descriptor)):
+                return first
+        return Channel(descriptor, folder)
 
     def paths(self) -> dict[str, str]:
         """For the shim: the path behind each descriptor of rank 0."""
@@ -144,9 +149,7 @@ class Console:
         if self.line_open_since is not None and not last and time.monotonic() < self.line_open_since + 1.0:
             return
         for follower in self.followers:
-            data = follower.lines(last=last)
-            if data:
-                self._show(1, data)
+            self._show(1, follower.lines(last=last))
 
     def drain(self) -> None:
         """Everything that is still on its way; no process writes any more."""
@@ -155,10 +158,15 @@ class Console:
                 pass
         self.follow(last=True)
 
+    def show_error(self, rank: int, text: str) -> None:
+        """The traceback of the rank that failed, unless its output has been shown here."""
+        if rank not in self.shown and text:
+            for line in text.rstrip().splitlines():
+                say(clean(line), mark=f"[rank {rank}] ")
+
     def resize(self) -> None:
         for channel in self.unique():
-            if channel.terminal:
-                channel.copy_window_size()
+            channel.copy_window_size()
 
     def close(self) -> None:
         for channel in self.unique():
@@ -178,8 +186,8 @@ class Console:
             self.silenced.add(descriptor)
 
 
-def say(text: str) -> None:
+def say(text: str, mark: str = "evener: ") -> None:
     """One line of evener's own, on standard error; never an error when nobody listens."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"evener: {text}\n")
+        sys.stderr.write(f"{mark}{text}\n")
         sys.stderr.flush()

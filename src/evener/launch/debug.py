@@ -2,8 +2,8 @@
 
     CUDA_LAUNCH_BLOCKING=1           the line of the traceback is the line that failed (kernels are not asynchronous)
     TORCH_DISTRIBUTED_DEBUG=DETAIL   every collective is compared between ranks before it is made: call, shape, type,
-                                     device; DDP names parameters. On the CPU only INFO (DDP's names): torch 2.13
-                                     crashes in DDP's constructor with DETAIL over gloo
+                                     device; DDP names parameters, and reduces in a group that is not compared (gloo:
+                                     torch 2.13 crashes in DDP's constructor otherwise)
     NCCL_DEBUG=INFO                  into one file per process in the log folder
     TORCH_FR_BUFFER_SIZE=2000        the flight recorder keeps the last collectives, and dumps them at a time-out
     PYTHONFAULTHANDLER=1             a crash in data workers leaves a Python stack too (ranks always have it)
@@ -21,11 +21,11 @@ from collections.abc import Mapping
 SLOWER = "2 to 5 times slower on a CPU, on a GPU not measured"
 
 
-def environment(logs: str, environ: Mapping[str, str], *, cpu: bool) -> dict[str, str]:
+def environment(logs: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of debug mode that `environ` does not have yet."""
     wanted = {
         "CUDA_LAUNCH_BLOCKING": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "INFO" if cpu else "DETAIL",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_FILE": os.path.join(logs, "nccl.%h.%p.log"),
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -38,9 +38,7 @@ def environment(logs: str, environ: Mapping[str, str], *, cpu: bool) -> dict[str
 
 def note(environ: Mapping[str, str], *, cpu: bool) -> str:
     """One line for the user: what is on, what stays theirs, what it costs."""
-    kept = sorted(name for name in environment("", {}, cpu=cpu) if name in environ)
+    kept = sorted(name for name in environment("", {}) if name in environ)
     yours = f"; yours stay: {', '.join(kept)}" if kept else ""
-    what = "NaN traced to its forward line" + (
-        "" if cpu else ", collectives compared, kernels waited for, NCCL's log kept"
-    )
-    return f"debug: {what}{yours}; {SLOWER}"
+    what = "NaN traced to its forward line, collectives compared"
+    return f"debug: {what}{'' if cpu else ', kernels waited for, NCCL log kept'}{yours}; {SLOWER}"

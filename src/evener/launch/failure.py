@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evener.errors import LaunchError
@@ -79,8 +79,7 @@ def find_cause(ends: Sequence[RankEnd]) -> Failure | None:
         return None
 
     def earliest(candidates: list[RankEnd]) -> RankEnd:
-        never = 2**63
-        return min(candidates, key=lambda end: (end.monotonic_ns if end.monotonic_ns is not None else never, end.rank))
+        return min(candidates, key=lambda end: (2**63 if end.monotonic_ns is None else end.monotonic_ns, end.rank))
 
     waited = earliest(failed)
     absent = [end for end in ends if _is_absent(end)]
@@ -92,10 +91,7 @@ def find_cause(ends: Sequence[RankEnd]) -> Failure | None:
     if in_vain and not (crashed or raised or left):
         others = tuple(end for end in ends if end is not absent[0])
         return Failure(absent[0], next(iter(waited.errors)), _shell_code(waited.code) or 1, others, absent=True)
-    for candidates in (crashed, raised, left, signalled, failed):
-        if candidates:
-            cause = earliest(candidates)
-            break
+    cause = earliest(next(one for one in (crashed, raised, left, signalled, failed) if one))
     others = tuple(end for end in ends if end is not cause)
     # An exception raised while cleaning up hides the first one: name the outermost that is no victim.
     error = next((error for error in cause.errors if not is_victim(error)), None) or next(iter(cause.errors), None)
@@ -109,10 +105,10 @@ def _is_absent(end: RankEnd) -> bool:
     failing = any(one.function == "ended_by" and one.file.endswith("shim.py") for one in end.stack)
     if end.errors or failing or (end.how is not None and not end.stopped):
         return False
-    return end.state in STATES or (bool(end.stack) and not _is_waiting(end.stack))
+    return end.state in STATES or (bool(end.stack) and not is_waiting(end.stack))
 
 
-def _is_waiting(stack: Sequence[Line]) -> bool:
+def is_waiting(stack: Sequence[Line]) -> bool:
     """Whether it is in a collective: what calls a loss function that never ends waits for nobody."""
     for one in stack:
         if _WAITING.search(one.file):
@@ -134,9 +130,7 @@ def users_frame(stack: Sequence[Line]) -> Line | None:
 
 def _shell_code(code: int | None) -> int:
     """As a shell reports it: 128 + n for signal n."""
-    if code is None:
-        return 1
-    return 128 - code if code < 0 else code
+    return 1 if code is None else 128 - code if code < 0 else code
 
 
 def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
@@ -171,18 +165,25 @@ def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
         evidence.append("no exception reached the end of the script: os._exit(), or native code that calls exit()")
     else:
         text = f"rank {cause.rank} left with exit code {cause.code}"
-    evidence += _consequences(failure.others)
+    groups: dict[str, list[int]] = {}
+    for end in failure.others:
+        groups.setdefault(_how(end), []).append(end.rank)
+    evidence += [f"{ranks_text(ranks)} {how}" for how, ranks in groups.items()]
+    if raised is not None and _WAITED.search(f"{raised.type}: {raised.message}"):
+        evidence += different_calls({end.rank: end.call for end in (cause, *failure.others)})
     folder = relative(logs, cwd)
     evidence.append(f"logs: {os.path.join(folder, f'rank{cause.rank}.log')} (every rank's, and agent.log, are there)")
     return LaunchError(text, evidence=evidence)
 
 
-def _consequences(others: Sequence[RankEnd]) -> list[str]:
-    """One line for each way in which other ranks ended."""
+def different_calls(calls: Mapping[int, str]) -> list[str]:
+    """A line for ranks that wait in different collectives; [] where they are in the same, or one only is known."""
     groups: dict[str, list[int]] = {}
-    for end in others:
-        groups.setdefault(_how(end), []).append(end.rank)
-    return [f"{ranks_text(ranks)} {how}" for how, ranks in groups.items()]
+    for rank, call in calls.items():
+        groups.setdefault(call, []).append(rank)
+    groups.pop("", None)
+    told = "; ".join(f"{ranks_text(ranks)}: {clean(call, 160)}" for call, ranks in groups.items())
+    return [f"in different calls: {told}"] if len(groups) > 1 else []
 
 
 def _how(end: RankEnd) -> str:
@@ -202,16 +203,14 @@ def _how(end: RankEnd) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """[0, 2, 3, 4] as "ranks 0, 2-4"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    spans = [str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" if len(p) > 2 else f"{p[0]}, {p[1]}" for p in parts]
-    return f"ranks {', '.join(spans)}"
+    spans = [f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"
 
 
 def line_text(where: Line, cwd: str) -> str:

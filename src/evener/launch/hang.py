@@ -1,21 +1,26 @@
 """`evener run --hang-after T`: nothing was done for so long. Which rank does not move, in which phase, at which line.
 
-A rank's `Run` touches a file while it works (`run/beat.py`), a few times a second at most. Nothing else is recorded
-while a training runs: the phase is read from the stack that the rank writes when it is asked, in native code too.
+A rank's `Run` touches a file while it works (`run/beat.py`), a few times a second at most. A script without `Run` is
+watched from outside: what its ranks write, and the CPU time that they and their children use. Nothing else is recorded
+while a training runs: phase and line are read from the stack that a rank writes when it is asked, in native code too,
+and its collective from torch's flight recorder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 
+import psutil  # type: ignore[import-untyped]
+
 from evener.errors import LaunchError
 from evener.launch import failure, records
 from evener.launch.records import Line
-from evener.launch.shim import ask_for_stack, state_of
+from evener.launch.shim import ask
 
 _ANSWER_SECONDS = 2.0  # for a stack; one that the kernel holds gives none
 # By evener's innermost frame. In the step the next frame inwards decides between forward and backward.
@@ -33,33 +38,52 @@ _PHASES = [
     (r"run/run\.py", "_save", "save"),
     (r"run/run\.py", "_feed_batches|_prepared", "data"),
 ]
-_WAITS = re.compile(r"torch/distributed/|evener/(engine/spread|dist)/")
+_IDLE = 0.02  # of a CPU: what a process uses that does nothing but wait
 
 
 class Hang:
-    """Looks at the ranks' files; `seconds` without a change is a hang. Own clock: the files' may jump."""
+    """Looks at the ranks' files; `seconds` without a change is a hang. Own clock: the files' may jump.
 
-    def __init__(self, folder: str, seconds: float) -> None:
-        self.folder, self.seconds = folder, seconds
+    beats, logs: Folders: of the ranks' signs of life, and of their logs.
+    """
+
+    def __init__(self, beats: str, logs: str, seconds: float) -> None:
+        self.beats, self.logs, self.seconds = beats, logs, seconds
         self.seen: dict[str, int] = {}
-        self.since = time.monotonic()
+        self.since = self.looked = time.monotonic()
+        self.has_run = False
 
     def is_there(self, ranks: Mapping[int, int]) -> bool:
-        """Whether the job hangs. Not before a Run was begun, nor outside of its loops, nor while a rank is in first().
+        """Whether the job hangs. Not outside of the loops of a Run, nor while a rank is in first().
 
         ranks: Process id by rank.
         """
-        now, seen = time.monotonic(), _times(self.folder)
+        now = time.monotonic()
+        if now < self.looked + min(1.0, self.seconds / 20):
+            return False
+        self.looked = now
+        seen = {entry.name: _stat(entry.path)[1] for entry in _entries(self.beats)}
+        self.has_run = self.has_run or bool(seen)
+        if not self.has_run and ranks:
+            seen = self._from_outside()
         if seen != self.seen or not seen or _in_first(set(ranks.values())):
             self.seen, self.since = seen, now
         return now - self.since >= self.seconds
 
+    def _from_outside(self) -> dict[str, int]:
+        """What every log holds, and CPU time in steps that an idle process does not reach in `seconds`."""
+        seen = {entry.name: _stat(entry.path)[0] for entry in _entries(self.logs) if entry.name.endswith(".log")}
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if one.ppid() != os.getpid():  # the agent looks after its ranks all the time
+                    seen[str(one.pid)] = int(sum(one.cpu_times()[:2]) / (_IDLE * self.seconds))
+        return seen
 
-def _times(folder: str) -> dict[str, int]:
-    try:
-        return {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(folder)}
-    except OSError:  # one ended in this moment
-        return {}
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        return list(found)
+    return []
 
 
 def _in_first(pids: set[int]) -> bool:
@@ -77,42 +101,64 @@ def _in_first(pids: set[int]) -> bool:
 
 def described(logs: str, ranks: Mapping[int, int], seconds: float) -> LaunchError:
     """Asks every rank for its stack, and says who does not move."""
-    paths = {rank: os.path.join(logs, f"rank{rank}.stack") for rank in ranks}
-    before = {rank: _size(path) for rank, path in paths.items()}
-    states: dict[int, str] = {}
-    for rank, pid in ranks.items():
-        try:
-            states[rank] = state_of(pid)
-            ask_for_stack(pid)
-            if states[rank] == "T":
-                os.kill(pid, signal.SIGCONT)  # it writes its stack, and stays where it was
-        except OSError:
-            continue
-    until = time.monotonic() + _ANSWER_SECONDS
-    while time.monotonic() < until and any(_size(paths[rank]) == before[rank] for rank in states):
-        time.sleep(0.02)
-    time.sleep(0.05)  # the last lines of the last one
-    stacks = {rank: records.read_stack(paths[rank], before[rank]) for rank in ranks}
-    waits = {rank: bool(stack) and bool(_WAITS.search(stack[0].file)) for rank, stack in stacks.items()}
-    moved = [rank for rank in ranks if states.get(rank) not in failure.STATES and waits[rank]]
-    still = [rank for rank in ranks if rank not in moved]
+    still, waits, evidence = _standing(logs, ranks)
     what = f"hang{'s' * (len(still) == 1)}" if still else "wait for each other"
-    evidence = []
-    for rank in [*still, *moved]:
-        evidence.append(f"rank {rank} {'waits' if rank in moved else 'is'} {_where(stacks[rank])}")
-        evidence += [failure.STATES[states[rank]]] if states.get(rank) in failure.STATES else []
-    if not still:
-        evidence.append("not in the same call, or over a network that lost it (--debug compares the calls on GPUs)")
     evidence.append(f"logs: {failure.relative(logs, os.getcwd())}")
-    names = failure.ranks_text(still or moved)
+    names = failure.ranks_text(still or waits)
     return LaunchError(f"{names} {what}: nothing was done for {seconds:.0f} s", evidence=evidence)
 
 
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+def stopped(logs: str, ranks: Mapping[int, int], signum: signal.Signals) -> LaunchError | None:
+    """Where the ranks stood when somebody stopped the job, also as `stop.log`; None: no rank waited for another.
+
+    To be asked before the signal is passed on: the first rank that ends for it makes the others look guilty.
+    """
+    still, waits, evidence = _standing(logs, ranks)
+    sender = "Ctrl-C" if signum == signal.SIGINT else "sent to the launcher"
+    text = f"stopped by {signum.name} ({sender}), and no rank had failed before"
+    if still and waits:
+        evidence.append(f"if nothing moved any more, look at {failure.ranks_text(still)}: the others waited")
+    with contextlib.suppress(OSError), open(os.path.join(logs, "stop.log"), "w", encoding="utf-8") as file:
+        file.write("\n  ".join([f"evener: {text}", *evidence]) + "\n")
+    evidence.append(f"logs: {failure.relative(logs, os.getcwd())}")
+    return LaunchError(text, evidence=evidence) if waits else None
+
+
+def _standing(logs: str, ranks: Mapping[int, int]) -> tuple[list[int], list[int], list[str]]:
+    """Asks every rank for its stack: the ranks that wait for no other, those that do, and where each stands."""
+    states, stacks = _asked(logs, ranks)
+    waits = [rank for rank in ranks if states.get(rank) not in failure.STATES and failure.is_waiting(stacks[rank])]
+    still = [rank for rank in ranks if rank not in waits]
+    evidence = []
+    for rank in [*still, *waits]:
+        evidence.append(f"rank {rank} {'waits' if rank in waits else 'is'} {_where(stacks[rank])}")
+        evidence += [failure.STATES[states[rank]]] if states.get(rank) in failure.STATES else []
+    differ = failure.different_calls({rank: records.calls_of(logs, rank)[0] for rank in waits})
+    evidence += differ or ([] if still else ["not in the same call, or over a network that lost it"])
+    return still, waits, evidence
+
+
+def _asked(logs: str, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, tuple[Line, ...]]]:
+    """The kernel's letter for every rank that is there, and its stack now, innermost first; (): it did not answer."""
+    paths = {rank: os.path.join(logs, f"rank{rank}.stack") for rank in ranks}
+    before = {rank: _stat(path)[0] for rank, path in paths.items()}
+    states: dict[int, str] = {}
+    for rank, pid in ranks.items():
+        with contextlib.suppress(OSError):
+            states[rank] = ask(pid)
+    until = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < until and any(_stat(paths[rank])[0] == before[rank] for rank in states):
+        time.sleep(0.02)
+    time.sleep(0.2)  # the last lines of the last one, and the collectives
+    return states, {rank: records.read_stack(paths[rank], before[rank]) for rank in ranks}
+
+
+def _stat(path: str) -> tuple[int, int]:
+    """Size and time of change; zeros where there is nothing (any more)."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    return 0, 0
 
 
 def phase_of(stack: Sequence[Line]) -> str:
@@ -126,11 +172,9 @@ def phase_of(stack: Sequence[Line]) -> str:
             name = one.file.removeprefix(failure.EVENER)
             if name.startswith("engine/step") and re.search(r"torch/autograd/", inner):
                 return "backward"
-            found = (
-                phase for file, function, phase in _PHASES if re.match(file, name) and re.match(function, one.function)
-            )
-            if phase := next(found, ""):
-                return phase
+            for file, function, phase in _PHASES:
+                if re.match(file, name) and re.match(function, one.function):
+                    return phase
         inner = one.file
     return "script"
 

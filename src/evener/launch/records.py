@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import re
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class RankEnd:
         errors: The exception, then the ones behind it (its cause or context).
         stack: Where it was when another rank had failed and asked, innermost first; empty: not asked, or no answer.
         state: The kernel's letter for it then ("T" stopped, "D" in the kernel); None: not asked.
+        call: The collective that it was in, or had been in when it raised; "": none, or not known.
     """
 
     rank: int
@@ -59,75 +61,46 @@ class RankEnd:
     errors: tuple[Raised, ...] = ()
     stack: tuple[Line, ...] = ()
     state: str | None = None
+    call: str = ""
 
 
 def read_pids(logs: str, nproc: int, first: int = 0) -> dict[int, int]:
     """Process ids of the ranks that have started so far."""
-    found = {}
-    for rank in range(first, first + nproc):
-        record = _read(os.path.join(logs, f"rank{rank}.json"))
-        if isinstance(record.get("pid"), int):
-            found[rank] = record["pid"]
-    return found
+    found = {rank: _read(logs, rank).get("pid") for rank in range(first, first + nproc)}
+    return {rank: pid for rank, pid in found.items() if isinstance(pid, int)}
 
 
 def any_left_with(code: int, logs: str, nproc: int, first: int = 0) -> bool:
     """Whether some rank says that it ended with this exit code."""
-    ended = (_read(os.path.join(logs, f"rank{rank}.json")).get("ended") for rank in range(first, first + nproc))
-    return any(isinstance(one, dict) and one.get("code") == code for one in ended)
+    return any(_read(logs, rank).get("ended", {}).get("code") == code for rank in range(first, first + nproc))
 
 
 def read_ends(logs: str, nproc: int, first: int = 0) -> list[RankEnd]:
     """One RankEnd per rank, in rank order."""
     codes, stopped = _agents_account(os.path.join(logs, "agent.log"))
-    ends = []
-    ranks = range(first, first + nproc)
-    records = [_read(os.path.join(logs, f"rank{rank}.json")) for rank in ranks]
+    records = {rank: _read(logs, rank) for rank in range(first, first + nproc)}
     states: dict[str, str] = {}
-    for record in records:
-        for one, letter in (record.get("ended") or {}).get("others", {}).items():
+    for record in records.values():
+        for one, letter in record.get("ended", {}).get("others", {}).items():
             if states.get(one) != "T":  # who asked second found it going on again
                 states[one] = letter
-    for rank, record in zip(ranks, records):
-        pid, ended = record.get("pid"), record.get("ended")
-        told = ended if isinstance(ended, dict) else {}
-        end = RankEnd(
-            rank,
-            pid=pid,
-            how=told.get("how"),
-            code=_code(told, codes.get(rank), pid in stopped),
-            stopped=pid in stopped,
-            monotonic_ns=told.get("monotonic_ns"),
-            errors=tuple(_raised(error) for error in told.get("errors", [])),
-            stack=read_stack(os.path.join(logs, f"rank{rank}.stack")),
-            state=states.get(str(rank)),
-        )
-        ends.append(end)
+    ends = []
+    for rank, record in records.items():
+        told, pid = record.get("ended", {}), record.get("pid")
+        how, code = told.get("how"), codes.get(rank)
+        # A rank that raised or left by SystemExit may still be killed while its interpreter shuts down: by the
+        # launcher, or by native code that does not survive the exception. What it said first counts. One that had
+        # finished and then crashed by itself has not finished well.
+        if code is None or how in ("exception", "exit") or (how == "finished" and pid in stopped):
+            code = told.get("code")
+        errors = [
+            Raised(**{**one, "where": Line(**one["where"]) if one["where"] else None}) for one in told.get("errors", [])
+        ]
+        stack, state = read_stack(os.path.join(logs, f"rank{rank}.stack")), states.get(str(rank))
+        when, calls = told.get("monotonic_ns"), calls_of(logs, rank)
+        call = calls[0] or (calls[1] if errors else "")  # the one that raised has ended
+        ends.append(RankEnd(rank, pid, how, code, pid in stopped, when, tuple(errors), stack, state, call))
     return ends
-
-
-def _code(told: dict[str, Any], seen: int | None, stopped: bool) -> int | None:
-    """The exit code that says how the rank's script ended.
-
-    A rank that raised or left by SystemExit may still be killed while its interpreter shuts down: by the launcher,
-    which has seen another rank end, or by native code that does not survive the exception. What it said first counts.
-    One that had finished and then crashed by itself has not finished well.
-    """
-    how, code = told.get("how"), told.get("code")
-    if seen is None or how in ("exception", "exit") or (how == "finished" and stopped):
-        return code
-    return seen
-
-
-def _raised(error: dict[str, Any]) -> Raised:
-    where = error.get("where")
-    return Raised(
-        type=error["type"],
-        module=error["module"],
-        message=error["message"],
-        where=Line(**where) if where else None,
-        traceback=error["traceback"],
-    )
 
 
 def read_stack(path: str, start: int = 0) -> tuple[Line, ...]:
@@ -139,18 +112,32 @@ def read_stack(path: str, start: int = 0) -> tuple[Line, ...]:
         block = file.read().partition("Current thread ")[2]
         block = re.split(r"^(?:Current thread|Thread) ", block, maxsplit=1, flags=re.MULTILINE)[0]
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, flags=re.MULTILINE)
-        return tuple(Line(name, int(line), function, _source(name, int(line))) for name, line, function in frames)
+        return tuple(
+            Line(name, int(line), function, linecache.getline(name, int(line)).strip())
+            for name, line, function in frames
+        )
     return ()
 
 
-def _source(path: str, line: int) -> str:
-    import linecache
+def calls_of(logs: str, rank: int) -> tuple[str, str]:
+    """The collective that a rank has begun and not ended, and its newest: "all_reduce of [5, 2] Float, call 7 ..."."""
+    told = _read(logs, rank, "calls")
+    return _call(told.get("pending")), _call(told.get("newest"))
 
-    return linecache.getline(path, line).strip()
+
+def _call(told: Any) -> str:
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        sizes = zip(told["input_sizes"], told["input_dtypes"])
+        what = ", ".join(f"{size} {kind}" for size, kind in sizes)
+        name, group = told["profiling_name"].partition(":")[2], told["process_group"][1]
+        number = told["p2p_seq_id" if told["is_p2p"] else "collective_seq_id"]
+        return f"{name}{what and f' of {what}'}, call {number} of group {group}"
+    return ""
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(logs: str, rank: int, kind: str = "") -> dict[str, Any]:
     """A record, or {} when the rank never wrote one."""
+    path = os.path.join(logs, f"rank{rank}{kind and '.'}{kind}.json")
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         value = json.load(file)
         if isinstance(value, dict):

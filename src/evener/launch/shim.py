@@ -27,6 +27,7 @@ import faulthandler
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -35,13 +36,16 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-# A real-time signal: USR1 and USR2 are requests for a checkpoint, and belong to the user.
+INSTALLED = r"[/\\](site|dist)-packages[/\\]"
 GPU_SECONDS = 10  # how long a failed rank waits for the driver at most
+# Real-time signals: USR1 and USR2 are requests for a checkpoint, and belong to the user.
 STACK_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
+CALLS_SIGNAL = signal.SIGRTMAX - 4 if sys.platform == "linux" else None
 
 
 def main() -> None:
@@ -58,13 +62,13 @@ def main() -> None:
         os.sched_setaffinity(0, job["cpus"][int(os.environ["LOCAL_RANK"])])
     # A crash in C code leaves a Python stack in the log; without it a segmentation fault has no line.
     faulthandler.enable()
-    show_stack_on_request(os.path.join(job["logs"], f"rank{rank}.stack"))
-    record = Record(os.path.join(job["logs"], f"rank{rank}.json"), rank)
+    answer_requests(os.path.join(job["logs"], f"rank{rank}"))
+    record = Record(os.path.join(job["logs"], f"rank{rank}"), rank)
     record.write()  # from here on another rank may ask for the stack
     room = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # Python takes __file__ away before atexit
     atexit.register(let_go, room)  # the first to be registered is the last to be called
     if job.get("debug"):
-        detect_anomalies()
+        debug()
     try:
         if module:
             run_module(target, args)
@@ -80,12 +84,32 @@ def main() -> None:
     record.end("finished", 0)
 
 
-def detect_anomalies() -> None:
-    """The backward names the forward line of the first NaN (`evener run --debug`); without torch there is none."""
-    with contextlib.suppress(ImportError):
-        import torch
+def debug() -> None:
+    """`evener run --debug`: the backward names the forward line of the first NaN, and DDP bears compared collectives.
 
-        torch.autograd.set_detect_anomaly(True)
+    torch 2.13 crashes in DDP's constructor when the calls of its gloo group are compared: it gets one that is not.
+    """
+    try:
+        import torch
+    except ImportError:
+        return
+    dist: Any = torch.distributed
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    torch.autograd.set_detect_anomaly(True)
+    if not dist.is_available() or dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        return
+    plain = ddp.__init__
+
+    def construct(self: Any, *args: Any, process_group: Any = None, **keywords: Any) -> None:
+        group = process_group or dist.group.WORLD
+        if "device_mesh" not in keywords and dist.get_backend(group) == "gloo":
+            dist.set_debug_level(dist.DebugLevel.INFO)
+            own = process_group is not None
+            process_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=own)
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
+        plain(self, *args, process_group=process_group, **keywords)
+
+    ddp.__init__ = construct
 
 
 def let_go(room: str) -> None:
@@ -99,9 +123,7 @@ def let_go(room: str) -> None:
 def die_with_the_launcher(supervisor: int) -> None:
     """This rank is killed when the agent dies, and a process that it forks is killed when the rank dies.
 
-    Without it a killed agent leaves its ranks on the GPUs, and a killed rank leaves its data workers. The signal is
-    KILL: a rank whose agent is gone cannot be told to stop by anybody, and one that ignores TERM would stay for ever.
-    (A supervisor that is killed is another case: the agent gets a TERM and passes it on.)
+    By KILL: a rank whose agent is gone cannot be told to stop by anybody, and one that ignores TERM would stay.
     """
     if sys.platform != "linux":
         return
@@ -131,41 +153,75 @@ def die_with_the_launcher(supervisor: int) -> None:
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
-def show_stack_on_request(path: str) -> None:
-    """On STACK_SIGNAL the Python stacks of all threads go into a file, whatever the rank is waiting for."""
-    if STACK_SIGNAL is not None:
-        with contextlib.suppress(OSError):
-            file = open(path, "wb", buffering=0)  # noqa: SIM115  (open as long as the process lives)
-            faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+def answer_requests(path: str) -> None:
+    """Whatever this rank waits for: on STACK_SIGNAL all threads' stacks go into a file, on CALLS_SIGNAL its collective.
+
+    The first is native code; the second needs Python, and a thread of its own. No thread takes its signal otherwise.
+    """
+    if STACK_SIGNAL is None or CALLS_SIGNAL is None:
+        return
+    with contextlib.suppress(OSError):
+        file = open(f"{path}.stack", "wb", buffering=0)  # noqa: SIM115  (open as long as the process lives)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+    calls = {CALLS_SIGNAL}
+    signal.pthread_sigmask(signal.SIG_BLOCK, calls)
+
+    def answer() -> None:
+        while signal.sigwaitinfo(calls):
+            note_call(path)
+
+    threading.Thread(target=answer, name="evener-calls", daemon=True).start()
 
 
-def ask_for_stack(pid: int) -> None:
-    """To the main thread: a signal to the process is taken by any thread, and the main one may have gone on by then."""
+def note_call(path: str) -> None:
+    """`rank<N>.calls.json`: the collective that has begun and not ended, as torch's flight recorder has it."""
+    read = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    if read is not None:
+        with contextlib.suppress(Exception):  # switched off, or of another torch
+            entries = json.loads(read(includeCollectives=True, onlyActive=True)).get("entries", ())
+            pending = next((one for one in entries if not one["retired"]), None)
+            keep(f"{path}.calls.json", {"pending": pending, "newest": entries[-1] if entries else None})
+
+
+def keep(path: str, values: dict[str, Any]) -> None:
+    """Written whole, so that a reader or a kill in the middle never sees half of it."""
+    with contextlib.suppress(OSError):  # a full disk must not replace the script's own error
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            json.dump(values, file)
+        os.replace(f"{path}.tmp", path)
+
+
+def ask(pid: int) -> str:
+    """Asks a rank for its stack and its collective; the kernel's letter for it: R, S, D in the kernel, T stopped."""
     import ctypes
 
-    assert STACK_SIGNAL is not None
+    state = stat_of(pid)[0]
+    assert STACK_SIGNAL is not None and CALLS_SIGNAL is not None
+    # To the main thread: a signal to the process is taken by any, and the main one may have gone on by then.
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc since 2.30
     if tgkill is None or tgkill(pid, pid, int(STACK_SIGNAL)) != 0:
         os.kill(pid, STACK_SIGNAL)
+    os.kill(pid, CALLS_SIGNAL)
+    if state == "T":
+        os.kill(pid, signal.SIGCONT)  # or it could neither answer nor be ended
+    return state
 
 
-def state_of(pid: int) -> str:
-    """The kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z dead."""
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
+def stat_of(pid: int) -> list[str]:
+    """State, parent, ... of a process. The name before them may hold spaces and brackets."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def parent_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])  # the name before it may hold spaces and brackets
-    except OSError:
-        return -1
+    with contextlib.suppress(OSError):
+        return int(stat_of(pid)[1])
+    return -1
 
 
 def redirect(job: dict[str, Any], rank: int) -> None:
     """Descriptors 1 and 2 to where this rank's output belongs."""
-    log: int | None = None
+    log = os.path.join(job["logs"], f"rank{rank}.log")
     for descriptor in (1, 2):
         target = None
         path = job["console"].get(str(descriptor)) if rank == 0 else None
@@ -176,16 +232,9 @@ def redirect(job: dict[str, Any], rank: int) -> None:
                 target = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
                 os.set_blocking(target, True)
         if target is None:
-            if log is None:
-                log = os.open(
-                    os.path.join(job["logs"], f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-                )
-            target = log
+            target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, descriptor)
-        if target != log:
-            os.close(target)
-    if log is not None:
-        os.close(log)
+        os.close(target)
 
 
 def fresh_main(file: str | None) -> types.ModuleType:
@@ -251,29 +300,20 @@ def as_if_uncaught(error: BaseException) -> None:
 
 
 class Record:
-    """`rank<N>.json`: written whole each time, so that a reader or a kill in the middle never sees half of it."""
+    """`rank<N>.json`; `path` is without the ending."""
 
     def __init__(self, path: str, rank: int) -> None:
         self.path = path
         self.values: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "started": time.time()}
 
     def write(self) -> None:
-        if os.getpid() != self.values["pid"]:
-            return  # a forked child that came up here is not the rank
-        with contextlib.suppress(OSError):  # a full disk must not replace the script's own error
-            with open(f"{self.path}.tmp", "w", encoding="utf-8") as file:
-                json.dump(self.values, file)
-            os.replace(f"{self.path}.tmp", self.path)
+        if os.getpid() == self.values["pid"]:  # a forked child that came up here is not the rank
+            keep(f"{self.path}.json", self.values)
 
-    def end(self, how: str, code: int, errors: list[dict[str, Any]] | None = None) -> None:
-        self.values["ended"] = {
-            "how": how,
-            "code": code,
-            "time": time.time(),
-            # The clock that ranks of one machine are compared by: it is common to all processes and never jumps.
-            "monotonic_ns": time.monotonic_ns(),
-            "errors": errors or [],
-        }
+    def end(self, how: str, code: int, errors: Sequence[dict[str, Any]] = ()) -> None:
+        # The clock that ranks of one machine are compared by is common to all processes, and never jumps.
+        times = {"time": time.time(), "monotonic_ns": time.monotonic_ns()}
+        self.values["ended"] = {"how": how, "code": code, **times, "errors": list(errors)}
         self.write()
 
     def ended_by(self, error: BaseException) -> None:
@@ -294,6 +334,7 @@ class Record:
         code = getattr(error, "exit_code", 1) if type(error).__module__ == "evener.errors" else 1
         self.end(how, code, [describe(one) for one in chain])
         if how == "exception":
+            note_call(self.path)
             self.ask_others()
             self.look_at_gpus()
         self.tell_torch(error)
@@ -306,16 +347,13 @@ class Record:
         if STACK_SIGNAL is None:
             return
         states = {}
-        first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+        first = self.values["rank"] - int(os.environ.get("LOCAL_RANK", "0"))
         for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 with open(os.path.join(os.path.dirname(self.path), f"rank{rank}.json"), encoding="utf-8") as file:
                     other = json.load(file)
                 if other["pid"] != os.getpid() and "ended" not in other:
-                    states[rank] = state_of(other["pid"])
-                    ask_for_stack(other["pid"])
-                    if states[rank] == "T":
-                        os.kill(other["pid"], signal.SIGCONT)  # or it could neither answer nor be ended
+                    states[rank] = ask(other["pid"])
         if states:
             self.values["ended"]["others"] = states
             self.write()
@@ -340,10 +378,7 @@ class Record:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not path or os.path.exists(path) or not isinstance(error, Exception):
             return
-        extra = {
-            "py_callstack": "".join(traceback.format_exception(error)),
-            "timestamp": str(int(self.values["ended"]["time"])),
-        }
+        extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
@@ -356,12 +391,15 @@ def describe(error: BaseException) -> dict[str, Any]:
     except Exception as failed:  # a broken __str__ is the user's, and must not hide the error
         message = f"<its message cannot be shown: {type(failed).__name__}>"
     trace = without_own_frames(error.__traceback__)
-    frames = traceback.extract_tb(trace)
+    where = the_users_line(traceback.extract_tb(trace))
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        text = (error.text or "").strip()
+        where = {"file": error.filename, "line": error.lineno or 0, "function": "", "text": text}
     return {
         "type": type(error).__qualname__,
         "module": type(error).__module__,
         "message": message,
-        "where": syntax_line(error) if isinstance(error, SyntaxError) else the_users_line(frames),
+        "where": where,
         "traceback": "".join(traceback.format_exception(type(error), error, trace, chain=False)),
     }
 
@@ -372,20 +410,9 @@ def the_users_line(frames: traceback.StackSummary) -> dict[str, Any] | None:
         return None
     evener = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     library = ("<frozen", os.path.dirname(os.__file__) + os.sep, evener + os.sep)
-    installed = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(library) and not any(part in frame.filename for part in installed)
-    ]
+    own = [one for one in frames if not one.filename.startswith(library) and not re.search(INSTALLED, one.filename)]
     frame = (own or frames)[-1]
     return {"file": frame.filename, "line": frame.lineno, "function": frame.name, "text": frame.line or ""}
-
-
-def syntax_line(error: SyntaxError) -> dict[str, Any] | None:
-    if error.filename is None:
-        return None
-    return {"file": error.filename, "line": error.lineno or 0, "function": "", "text": (error.text or "").strip()}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ a rank that wants to write a checkpoint before it ends then finds its data worke
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
 import selectors
@@ -41,6 +43,7 @@ GRACE_SECONDS = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0,
 GRACE_SECONDS[signal.SIGUSR2] = GRACE_SECONDS[signal.SIGUSR1]
 LOST_PEER_SECONDS = 5.0  # for ranks that wait for a host that is gone
 KILL_AFTER_SECONDS = 3.0
+_SWEEP_AFTER_SECONDS = 60.0
 # After a good end, helper processes (semaphore trackers, loggers) are ending too: no need to hurry them at once.
 SETTLE_SECONDS = 0.5
 
@@ -63,29 +66,46 @@ def supervise(launch: Launch, environ: Mapping[str, str], others: Callable[[], s
     """
     for note in launch.notes:
         say(note)
-    _make_folders(launch)
-    try:
-        console = Console(launch)
-        try:
-            return _Supervisor(launch, console, others).run(environ)
-        finally:
-            console.close()
-    finally:
-        shutil.rmtree(launch.private, ignore_errors=True)
+    with _folders(launch), contextlib.closing(Console(launch)) as console:
+        return _Supervisor(launch, console, others).run(environ)
 
 
-def _make_folders(launch: Launch) -> None:
+@contextlib.contextmanager
+def _folders(launch: Launch) -> Iterator[None]:
+    """Those of this job. The private one is locked while this process lives; those of killed launchers are removed."""
+    _sweep(os.path.dirname(launch.private))
     try:
         os.makedirs(launch.logs)
         os.mkdir(launch.private, 0o700)
         for name in ("store", "beats"):
             os.mkdir(os.path.join(launch.private, name), 0o700)
+        lock = os.open(os.path.join(launch.private, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise LaunchError(
             "The folders of this job cannot be made.",
             evidence=[str(error)],
             fix=["--log-dir DIR puts the logs elsewhere", "TMPDIR=DIR moves the private folder"],
         ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        shutil.rmtree(launch.private, ignore_errors=True)
+        os.close(lock)
+
+
+def _sweep(temporary: str) -> None:
+    """Removes the private folders of launchers that are gone: nobody holds their lock any more."""
+    for path in glob.glob(os.path.join(glob.escape(temporary), "evener-*", "lock")):
+        with contextlib.suppress(OSError):  # another user's, or being removed
+            if time.time() < os.stat(path).st_mtime + _SWEEP_AFTER_SECONDS:
+                continue  # its ranks may still be ending, or its launcher is about to lock it
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 class _Supervisor:
@@ -98,8 +118,9 @@ class _Supervisor:
         self.wake_read, self.wake_write = socket.socketpair()
         self.received: signal.Signals | None = None  # the first request to stop
         self.deadline = float("inf")
-        self.hang = hang.Hang(os.path.join(launch.private, "beats"), launch.hang_after or float("inf"))
+        self.hang = hang.Hang(os.path.join(launch.private, "beats"), launch.logs, launch.hang_after or float("inf"))
         self.hung: LaunchError | None = None
+        self.waited: LaunchError | None = None  # where the ranks were when a signal came
 
     def run(self, environ: Mapping[str, str]) -> Ending:
         processes.adopt_orphans()
@@ -208,6 +229,9 @@ class _Supervisor:
             self.deadline = time.monotonic() + GRACE_SECONDS[signum]
             what = "Ctrl-C" if signum == signal.SIGINT else signum.name
             say(f"{what}: stopping {self._count()} (once more to kill at once)")
+            ranks = self._ranks()
+            if signum not in (signal.SIGUSR1, signal.SIGUSR2) and len(ranks) == self.launch.nproc and not self._over():
+                self.waited = hang.stopped(self.launch.logs, ranks, signum)
             self._pass_on(signum)
 
     def _end_for_others(self, why: str) -> None:
@@ -230,6 +254,11 @@ class _Supervisor:
         """Process id of every rank that is alive."""
         pids = records.read_pids(self.launch.logs, self.launch.nproc, self.launch.first_rank)
         return {rank: pid for rank, pid in pids.items() if processes.is_child(pid, self.agent.pid)}
+
+    def _over(self) -> bool:
+        """Whether some rank's script has ended."""
+        ends = records.read_ends(self.launch.logs, self.launch.nproc, self.launch.first_rank)
+        return any(end.how is not None for end in ends)
 
     def _count(self) -> str:
         return f"{self.launch.nproc} process{'es' if self.launch.nproc > 1 else ''}"
@@ -282,7 +311,7 @@ class _Supervisor:
             codes = [end.code for end in ends if end.how == "exit" and end.code]
             well = all(end.how in ("finished", "exit") for end in ends)
             code = 130 if self.received == signal.SIGINT else 0 if well else 128 + self.received
-            return Ending(codes[0] if codes else code, stopped=True)
+            return Ending(codes[0] if codes else code, None if well else self.waited, stopped=True)
         if self.hung is not None:
             return Ending(1, self.hung)
         if self.agent.returncode == 0:
@@ -292,10 +321,13 @@ class _Supervisor:
         if self.cut:
             return Ending(1, victim=True)
         found = failure.find_cause(ends)
-        if found is not None:
-            victim = found.raised is not None and failure.is_victim(found.raised)
-            return Ending(found.exit_code, failure.as_error(found, self.launch.logs, os.getcwd()), victim=victim)
-        return self._agent_failed()
+        if found is None:
+            return self._agent_failed()
+        raised = found.raised
+        if raised is not None and not found.absent and raised.module != "evener.errors":
+            self.console.show_error(found.cause.rank, raised.traceback)
+        error = failure.as_error(found, self.launch.logs, os.getcwd())
+        return Ending(found.exit_code, error, victim=raised is not None and failure.is_victim(raised))
 
     def _agent_failed(self) -> Ending:
         """The launcher's own trouble: no rank is to blame."""
