@@ -15,6 +15,7 @@ import pytest
 from evener.doctor import nodes
 from evener.doctor.facts import Facts
 from evener.errors import UsageError
+from evener.launch.layout import expand
 
 CHECKS = "duplicate-names,ports,mtu,clock,hostname,directory"
 
@@ -166,23 +167,18 @@ def test_a_head_that_is_not_there_is_said_by_name(cluster, tmp_path):
     ],
 )
 def test_slurms_short_form_is_expanded(text, names):
-    assert nodes.expand(text) == names
+    assert expand(text) == names
 
 
-def test_the_hosts_come_from_a_list_a_number_or_the_environment():
+def test_the_hosts_come_from_a_list_or_from_slurm():
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1", "SLURM_JOB_ID": "41000"}
-    who = nodes.members("auto", None, slurm)
-    assert (who.count, who.head, who.names, who.rank, who.port) == (2, "n1", ("n1", "n2"), 1, 21000)
-    assert not who.is_head(Facts()) and nodes.members("auto", None, slurm | {"SLURM_NODEID": "0"}).is_head(Facts())
-    pet = {"PET_NNODES": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "worker-0"}
-    who = nodes.members("auto", None, pet)
-    assert (who.count, who.head, who.rank, who.names) == (4, "worker-0", 0, ())
-    who = nodes.members("3", "h1:5000", {})
-    assert (who.count, who.head, who.port, who.rank) == (3, "h1", 5000, None)
+    who = nodes.members("auto", slurm)
+    assert (who.names, who.rank, who.port) == (("n1", "n2"), 1, 21000)
+    assert not who.is_head(Facts()) and nodes.members("auto", slurm | {"SLURM_NODEID": "0"}).is_head(Facts())
     eth = {"name": "eth0", "up": True, "loopback": False, "addresses": ["10.9.9.9"], "mtu": 1500}
-    assert nodes.members("a,b", None, {}).is_head(Facts(hostname="a.example.org"))
-    assert nodes.members("10.9.9.9,b", None, {}).is_head(Facts(hostname="x", interfaces=[eth]))
-    assert not nodes.members("a,b", None, {}).is_head(Facts(hostname="b"))
+    assert nodes.members("a,b", {}).is_head(Facts(hostname="a.example.org"))
+    assert nodes.members("10.9.9.9,b", {}).is_head(Facts(hostname="x", interfaces=[eth]))
+    assert not nodes.members("a,b", {}).is_head(Facts(hostname="b"))
     for given in ("auto", "1", "host1", "3"):
         with pytest.raises(UsageError, match="--nodes"):
-            nodes.members(given, None, {})
+            nodes.members(given, {})

@@ -23,8 +23,7 @@ EXAMPLES = """\
 examples:
   evener doctor                                   all checks
   evener doctor --ranks 8 --workers 4             for a job of 8 ranks with 4 data workers each
-  evener doctor --only shared-memory,torch-cuda   two of them
-  evener doctor --explain shared-memory           all about one check
+  evener doctor --only shared-memory,torch-cuda   two of them; --list names all, docs/doctor.md explains them
   evener doctor --deep                            NCCL over the visible GPUs too, pair by pair (up to a minute)
   evener doctor --nodes host1,host2               the network between hosts; type it on each of them
   srun --ntasks-per-node=1 evener doctor --nodes  the same in a Slurm job
@@ -35,15 +34,11 @@ exit code: 1 when there is an error, else 0; 2 for a wrong option
 
 
 def parser() -> Parser:
-    options = Parser(
-        prog="evener doctor",
-        description="Look at driver, CUDA, torch, memory, limits, network and disks, and name the fix of every fault.",
-        epilog=EXAMPLES,
-    )
+    what = "Look at driver, CUDA, torch, memory, limits, network and disks, and name the fix of every fault."
+    options = Parser(prog="evener doctor", description=what, epilog=EXAMPLES)
     add = options.add_argument
     add("--only", metavar="CHECK,...", action="append", default=[], help="these checks alone; repeatable")
     add("--list", action="store_true", help="the names of all checks")
-    add("--explain", metavar="CHECK", help="what one check looks at, why, and its fixes")
     add("--all", action="store_true", help="show also what is good, check by check")
     add("--json", action="store_true", help='{"findings": [{check, level, found, why, fix}]}')
     add("--deep", action="store_true", help="try NCCL on the visible GPUs")
@@ -51,8 +46,7 @@ def parser() -> Parser:
     add("--workers", metavar="N", type=_count, help="data workers of each rank (num_workers)")
     add("--memory", metavar="SIZE", help="host memory that the job needs here: 200GB")
     add("--dir", metavar="DIR", default="runs", help="where checkpoints will go (default: runs)")
-    add("--nodes", metavar="HOSTS", nargs="?", const="auto", help="the network checks on all hosts: host1,host2 or N")
-    add("--head", metavar="HOST[:PORT]", help="with --nodes: who collects (default: the first host, port 29477)")
+    add("--nodes", metavar="HOSTS", nargs="?", const="auto", help="the network checks on all hosts: host1,host2,...")
     add("--timeout", metavar="SECONDS", type=seconds, help="for the other hosts (30), or for torch's child (12)")
     add("--record", metavar="FILE", help="write what was seen as JSON")
     add("--from", metavar="FILE", dest="recorded", help="judge a recorded machine instead of this one")
@@ -75,17 +69,13 @@ def main(argv: list[str]) -> int:
     from evener import doctor
 
     if given.list:
-        for name, text in doctor.texts().items():
-            print(f"{text['number']:>2}  {name:<16} {text['title']}")
+        print("\n".join(f"{text['number']:>2}  {name:<16} {text['title']}" for name, text in doctor.texts().items()))
         return 0
     wanted = [name.strip() for words in given.only for name in words.split(",") if name.strip()]
-    for name in [*wanted, *([] if given.explain is None else [given.explain])]:
+    for name in wanted:
         if name not in doctor.CHECKS:
             close = nearest(name, doctor.CHECKS)
             raise UsageError(f"{name!r} is not a check.", fix=[*([close] if close else []), "evener doctor --list"])
-    if given.explain is not None:
-        print(doctor.page(given.explain))
-        return 0
     if given.nodes is not None:
         return _all_hosts(given, wanted)
     names = wanted or list(doctor.CHECKS)
@@ -98,8 +88,7 @@ def main(argv: list[str]) -> int:
                 file.write(facts.to_json() + "\n")
         except OSError as error:
             raise UsageError(f"{given.record} cannot be written: {error.strerror}.", fix=["--record FILE"]) from None
-    findings = doctor.examine(facts, [name for name in doctor.CHECKS if name in names])
-    return _show(given, facts.hostname, findings)
+    return _show(given, facts.hostname, doctor.examine(facts, [name for name in doctor.CHECKS if name in names]))
 
 
 def _recorded(path: str) -> Facts:
@@ -118,27 +107,14 @@ def _look(given: argparse.Namespace, *, torch: bool) -> Facts:
     from evener.doctor import facts
     from evener.gpus import look_at_gpus
     from evener.gpus.pick import parse_size
-    from evener.launch import machine
 
     needed = parse_size(given.memory, "--memory") if given.memory else None
     gpus = look_at_gpus(os.environ, root=given.root)
     visible = sum(gpu.slot is not None for gpu in gpus.gpus)
+    wishes = {"ranks": given.ranks or max(1, visible), "workers": given.workers, "memory_needed_bytes": needed}
     child = doctor.TorchChild(sys.executable, os.environ, gpus=visible if given.deep else 0) if torch else None
     try:
-        limit, used = machine.memory_limit(given.root)
-        seen = facts.gather(
-            os.environ,
-            root=given.root,
-            directory=given.dir,
-            gpus=gpus,
-            ranks=given.ranks or max(1, visible),
-            workers=given.workers,
-            memory_needed_bytes=needed,
-            memory_limit_bytes=limit,
-            memory_used_bytes=used,
-            usable_cpus=machine.usable_cpus(given.root),
-            node_cpus={str(node): list(cpus) for node, cpus in machine.node_cpus(given.root).items()},
-        )
+        seen = facts.gather(os.environ, root=given.root, directory=given.dir, gpus=gpus, **wishes)
         if child is None:
             return seen
         if sys.stderr.isatty():
@@ -153,19 +129,18 @@ def _all_hosts(given: argparse.Namespace, names: list[str]) -> int:
     from evener import doctor
     from evener.doctor import nodes
 
-    who = nodes.members(given.nodes, given.head, os.environ)
+    who = nodes.members(given.nodes, os.environ)
     if alone := [name for name in names if name not in doctor.OF_ALL_HOSTS]:
-        fix = f"it runs: {', '.join(doctor.OF_ALL_HOSTS)}"
-        raise UsageError(f"--nodes does not run {', '.join(alone)}.", fix=[fix])
-    here, seconds = _look(given, torch=False), given.timeout or 30.0
+        fix = [f"it runs: {', '.join(doctor.OF_ALL_HOSTS)}"]
+        raise UsageError(f"--nodes does not run {', '.join(alone)}.", fix=fix)
+    here, patience = _look(given, torch=False), given.timeout or 30.0
     if not who.is_head(here):
-        level, line = nodes.follow(who, here, seconds)
+        level, line = nodes.follow(who, here, patience)
         print(f"evener doctor: {line}", file=sys.stderr)
         return int(level == "error")
-    with nodes.lead(who, here, seconds) as (facts, tell):
-        assert facts.hosts is not None
+    with nodes.lead(who, here, patience) as (facts, tell):
         findings = doctor.examine_hosts(facts, names or doctor.OF_ALL_HOSTS)
-        code = _show(given, f"{len(facts.hosts['hosts'])} of {who.count} hosts", findings)
+        code = _show(given, f"{len((facts.hosts or {})['hosts'])} of {len(who.names)} hosts", findings)
         tell(doctor.worst(findings))
     return code
 
@@ -175,31 +150,29 @@ def _show(given: argparse.Namespace, where: str, findings: Sequence[Finding]) ->
     from evener.doctor import LEVELS
     from evener.report.text import clean
 
-    count = {level: sum(one.level == level for one in findings) for level in LEVELS}
+    by_level = {level: [one for one in findings if one.level == level] for level in LEVELS}
     if given.json:
         print(json.dumps({"findings": [dataclasses.asdict(one) for one in findings]}, indent=1))
-        return int(count["error"] > 0)
+        return int(bool(by_level["error"]))
+    shape = textwrap.TextWrapper(min(120, shutil.get_terminal_size().columns), subsequent_indent=" " * 10)
+    shape.break_long_words = shape.break_on_hyphens = False
 
     def block(head: str, text: str | None) -> None:
-        text, whole = f"{head:<10}{clean(text or '')}", {"break_long_words": False, "break_on_hyphens": False}
-        print(textwrap.fill(text, width, subsequent_indent=" " * 10, **whole))  # type: ignore[arg-type]
+        print(shape.fill(f"{head:<10}{clean(text or '')}"))
 
-    width = min(120, shutil.get_terminal_size().columns)
-    many = {level: "s" * (number > 1 and level in ("error", "warning")) for level, number in count.items()}
-    words = ", ".join(f"{number} {level}{many[level]}" for level, number in count.items() if number)
-    print(f"evener doctor: {where}: {words}")
+    counts = [f"{len(of)} {level}{'s' * (len(of) > 1 and level in LEVELS[:2])}" for level, of in by_level.items() if of]
+    print(f"evener doctor: {where}: {', '.join(counts)}")
     for one in findings:
-        if one.level in ("error", "warning"):
+        if one.level in LEVELS[:2]:
             print()
             block(one.level, f"{one.check}: {one.found}")
             block("  why", one.why)
             block("  fix", one.fix)
     print()
     for level in ("unknown", "ok", "skipped"):
-        of = [one for one in findings if one.level == level]
         if given.all or level == "unknown":
-            for one in of:
+            for one in by_level[level]:
                 block(level, f"{one.check}: {one.found}")
-        elif of:
-            block(level, ", ".join(dict.fromkeys(one.check for one in of)))
-    return int(count["error"] > 0)
+        elif by_level[level]:
+            block(level, ", ".join(dict.fromkeys(one.check for one in by_level[level])))
+    return int(bool(by_level["error"]))

@@ -18,10 +18,10 @@ from typing import Any
 
 from evener.doctor import gpu, host, network
 from evener.doctor.facts import Facts
-from evener.doctor.seen import LEVELS, Faults, Finding, findings, page, texts
+from evener.doctor.seen import LEVELS, Faults, Finding, findings, texts
 
-__all__ = ["CHECKS", "LEVELS", "NEED_TORCH", "OF_ALL_HOSTS", "Facts", "Finding", "TorchChild", "document", "examine"]
-__all__ += ["examine_hosts", "page", "texts", "worst"]
+__all__ = ["CHECKS", "LEVELS", "NEED_TORCH", "OF_ALL_HOSTS", "Facts", "Finding", "TorchChild", "examine"]
+__all__ += ["examine_hosts", "texts", "worst"]
 
 # The function of a check bears its name, in one of the three files.
 _FUNCTIONS: dict[str, Callable[[Facts], Faults]] = vars(gpu) | vars(host) | vars(network)
@@ -110,10 +110,3 @@ class TorchChild:
         """Its whole process group: ranks of an all-reduce that hangs must not stay behind."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-
-def document() -> str:
-    """docs/doctor.md: made of the checks, so that it cannot say anything else."""
-    head = resources.files("evener.doctor").joinpath("page.md").read_text(encoding="utf-8")
-    pages = (page(name).replace("*", "\\*").replace("\\*\\*", "**") for name in texts())
-    return head + "\n\n".join(pages) + "\n"

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from evener.errors import UsageError
 from evener.gpus import leases, owners
 from evener.gpus.values import Snapshot, from_json
+from evener.launch import machine
 
 # What may be in a record that somebody sends around: settings, no secrets.
 _SETTINGS = re.compile(
@@ -76,7 +77,7 @@ class Facts:
     node_cpus: dict[str, list[int]] = field(default_factory=dict)  # usable CPUs by memory node
     memory_limit_bytes: int | None = None
     memory_used_bytes: int | None = None
-    own_addresses: list[str] | None = None
+    own_addresses: list[str] | None = None  # that the host's own name leads to
     reverse_dns_seconds: dict[str, float] = field(default_factory=dict)
     interfaces: list[dict[str, Any]] = field(default_factory=list)
     default_interface: str | None = None
@@ -117,9 +118,10 @@ class Facts:
 
 
 def gather(environ: Mapping[str, str], *, root: str = "/", directory: str = "runs", **known: Any) -> Facts:
-    """This host's facts; `known` are those that somebody else found out (GPUs, CPUs, the torch child, wishes)."""
+    """This host's facts; `known` are those that somebody else found out (GPUs, the torch child, wishes)."""
     at, real = Path(root), os.path.abspath(root) == "/"
     files, files_hard = _limits(at, "Max open files")
+    limit, used = machine.memory_limit(root)
     values: dict[str, Any] = {
         "hostname": _text(at / "proc/sys/kernel/hostname") or socket.gethostname(),
         "python": sys.executable,
@@ -134,7 +136,11 @@ def gather(environ: Mapping[str, str], *, root: str = "/", directory: str = "run
         "memlock_bytes": _limits(at, "Max locked memory")[0],
         "nofile": files,
         "nofile_hard": files_hard,
+        "usable_cpus": machine.usable_cpus(root),
         "host_cpus": (_text(at / "proc/cpuinfo") or "").count("processor\t") or os.cpu_count(),
+        "node_cpus": {str(node): list(cpus) for node, cpus in machine.node_cpus(root).items()},
+        "memory_limit_bytes": limit,
+        "memory_used_bytes": used,
         "default_interface": _found(r"(?m)^(\S+)\t0{8}(?:\t\S+){5}\t0{8}\b", at / "proc/net/route"),
         "infiniband": [
             {"device": one.parts[-4], "port": one.parts[-2], "state": _found(r": *(\S.*)", one) or "unknown"}
@@ -206,9 +212,8 @@ def _nvml_library(at: Path, own: str) -> str | None:
 
 def _kernel_log(text: str | None) -> list[str] | None:
     """The kernel's lines about NVIDIA faults; None when this user may not read the log."""
-    lines = (text or "").splitlines()
-    said = [line.strip() for line in lines if "NVRM: Xid" in line or "fallen off the bus" in line][-20:]
-    return None if text is None else said
+    said = re.findall(r"(?m)^.*(?:NVRM: Xid|fallen off the bus).*$", text or "")
+    return None if text is None else [line.strip() for line in said[-20:]]
 
 
 def _acs_bridges() -> list[str] | None:
@@ -221,22 +226,21 @@ def _acs_bridges() -> list[str] | None:
 
 def within(seconds: float, look: Callable[..., T], *words: object) -> tuple[T | None, float]:
     """(the answer or None, seconds that it took): a name server that does not answer must not hold the doctor up."""
-    answer: list[T] = []
+    answer, began = list[T](), time.monotonic()
 
     def ask() -> None:
         with contextlib.suppress(OSError):
             answer.append(look(*words))
 
-    began = time.monotonic()
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
     return (answer[0] if answer else None), round(time.monotonic() - began, 3)
 
 
-def _own_addresses(name: str) -> list[str] | None:
+def _own_addresses(name: str) -> list[str]:
     answer, _ = within(_TOO_SLOW_SECONDS, socket.getaddrinfo, name, None, 0, socket.SOCK_STREAM)
-    return sorted({str(one[4][0]) for one in answer}) if answer else None
+    return sorted({str(one[4][0]) for one in answer or ()})
 
 
 def reverse_dns(addresses: list[str]) -> dict[str, float]:
@@ -247,17 +251,12 @@ def reverse_dns(addresses: list[str]) -> dict[str, float]:
 def _interfaces() -> list[dict[str, Any]]:
     import psutil  # type: ignore[import-untyped]
 
-    addresses = psutil.net_if_addrs()
-    return [
-        {
-            "name": name,
-            "up": bool(state.isup),
-            "mtu": state.mtu,
-            "loopback": name.startswith("lo"),
-            "addresses": [one.address for one in addresses.get(name, []) if one.family == socket.AF_INET],
-        }
-        for name, state in sorted(psutil.net_if_stats().items())
-    ]
+    found, addresses = [], psutil.net_if_addrs()
+    for name, state in sorted(psutil.net_if_stats().items()):
+        own = [one.address for one in addresses.get(name, []) if one.family == socket.AF_INET]
+        one = {"name": name, "up": bool(state.isup), "mtu": state.mtu, "loopback": name.startswith("lo")}
+        found.append(one | {"addresses": own})
+    return found
 
 
 def _can_listen(addresses: list[str]) -> str:
@@ -271,12 +270,9 @@ def _can_listen(addresses: list[str]) -> str:
 
 
 def _nccl_files(at: Path, home: str | None) -> dict[str, list[str]]:
-    found = {}
-    for name in ("etc/nccl.conf", *([f"{home.lstrip('/')}/.nccl.conf"] if home else [])):
-        if (text := _text(at / name)) is not None:
-            lines = map(str.strip, text.splitlines())
-            found[f"/{name}"] = [line for line in lines if "=" in line and not line.startswith("#")]
-    return found
+    names = ["etc/nccl.conf", *([f"{home.lstrip('/')}/.nccl.conf"] if home else [])]
+    texts = {f"/{name}": text for name in names if (text := _text(at / name)) is not None}
+    return {name: re.findall(r"(?m)^\s*([^#\s][^\n]*=.*?)\s*$", text) for name, text in texts.items()}
 
 
 def look_at_directory(path: str) -> dict[str, Any]:
@@ -339,8 +335,7 @@ def _locks(at: Path) -> dict[str, Any]:
         facts["filesystem"] = leases.file_system(str(path))
         facts["mode"] = f"{path.stat().st_mode & 0o7777:o}"
         with contextlib.ExitStack() as stack:
-            descriptor = os.open(path, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
+            stack.callback(os.close, descriptor := os.open(path, os.O_RDONLY))
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         pass  # made by the first lease

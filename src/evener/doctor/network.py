@@ -10,6 +10,7 @@ from typing import Any
 from evener.doctor.facts import Facts
 from evener.doctor.host import known
 from evener.doctor.seen import Faults, Skipped, error, warning
+from evener.launch.meeting import is_loopback
 
 _SLOW_NAME_SECONDS, _SKEW_SECONDS, _SMALL_MTU = 1.0, 1.0, 1400
 _NOT_OUTWARD = ("lo", "docker", "virbr", "veth")
@@ -32,23 +33,19 @@ def together(f: Facts) -> dict[str, Any]:
 
 
 def hostname(f: Facts) -> Faults:
-    routed, own, name = f.routed, f.own_addresses, f.hostname
-    if own is None:
+    routed, own, name = f.routed, known(f.own_addresses, "its address"), f.hostname
+    if not own:
         fill = {"name": name, "address": "127.0.0.1" if f.address == "ADDRESS" else f.address}
         yield warning(f"{name} has no address: no name server and no line in /etc/hosts", "unknown", **fill)
         return ""
     said = f"{name} leads to {', '.join(own)}"
-    if not all(_loops_back(one) for one in own):
+    if not all(is_loopback(one) for one in own):
         return said
-    if not f.hosts and _loops_back(f.environ.get("MASTER_ADDR", "localhost")):
+    if not f.hosts and is_loopback(f.environ.get("MASTER_ADDR", "localhost")):
         return f"{said} alone: enough for one machine"
     fill = {"name": name, "address": f.address, "loopback": own[0], "interface": routed["name"] if routed else ""}
     yield (error if f.hosts else warning)(f"{said} alone", "hosts" if f.address != "ADDRESS" else "no-route", **fill)
     return ""
-
-
-def _loops_back(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def reverse_dns(f: Facts) -> Faults:

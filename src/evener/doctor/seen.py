@@ -73,14 +73,3 @@ def findings(check: str, faults: Faults) -> list[Finding]:
             return found or [Finding(check, "ok", end.value)]
         except (Unknown, Skipped) as why:
             return [*found, Finding(check, type(why).__name__.lower(), str(why))]
-
-
-def page(check: str) -> str:
-    """All about one check, as Markdown: `--explain` prints it and docs/doctor.md is made of it."""
-    text = texts()[check]
-    lines = [
-        f"{text['number']}. **`{check}`**: {text['title']}.",
-        f"   {text['why']}",
-        f"   Looks at: {text['looks']}.",
-    ]
-    return "\n".join([*lines, *(f"   - {name}: {fix}" for name, fix in text["fix"].items())])
