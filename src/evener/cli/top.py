@@ -11,13 +11,12 @@ import socket
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from evener.gpus import Snapshot
     from evener.report.live import Running
 
@@ -31,11 +30,8 @@ _CAVEAT = "util: some kernel ran, not how well. data: the host waited for rows."
 
 
 def parser() -> Parser:
-    options = Parser(
-        prog="evener top",
-        description="One view of this machine: its GPUs, the processes on them, and every evener run.",
-        epilog=EXAMPLES,
-    )
+    what = "One view of this machine: its GPUs, the processes on them, and every evener run."
+    options = Parser(prog="evener top", description=what, epilog=EXAMPLES)
     options.add_argument("--once", action="store_true", help="look once and end")
     options.add_argument("--json", action="store_true", help="look once: {host, driver, gpus: [...], runs: [...]}")
     options.add_argument("--interval", metavar="SECONDS", type=seconds, default=1.0, help="between looks (default: 1)")
@@ -44,40 +40,36 @@ def parser() -> Parser:
 
 def seconds(word: str) -> float:
     try:
-        value = float(word)
+        if (value := float(word)) >= 0.1:
+            return value
     except ValueError:
-        value = 0.0
-    if value < 0.1:
-        raise argparse.ArgumentTypeError(f"{word} is no time of at least 0.1 seconds")
-    return value
+        pass
+    raise argparse.ArgumentTypeError(f"{word} is no time of at least 0.1 seconds")
 
 
 def main(argv: list[str]) -> int:
     given = parser().parse_args(argv)
     look = viewer()
     if given.json:
-        gpus, runs = look()
-        print(json.dumps(as_json(gpus, runs), indent=1))
+        print(json.dumps(as_json(*look()), indent=1))
         return 0
     if given.once or not sys.stdout.isatty():
         print("\n".join(lines(*look(), columns=shutil.get_terminal_size().columns)))
         return 0
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    console = Console()
-    try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(screen=True, auto_refresh=False) as live:
+        try:
             while True:
+                console = live.console
                 shown = lines(*look(), columns=console.width)
-                left = len(shown) - console.height
-                if left > 0:
+                if (left := len(shown) - console.height) > 0:
                     shown = [*shown[: console.height - 1], f"... {left + 1} more lines: a higher terminal, or --once"]
                 live.update(Text("\n".join(shown), no_wrap=True), refresh=True)
                 time.sleep(given.interval)
-    except KeyboardInterrupt:
-        return 0
+        except KeyboardInterrupt:
+            return 0
 
 
 def viewer() -> Callable[[], tuple[Snapshot, list[Running]]]:
@@ -103,8 +95,7 @@ def as_json(gpus: Snapshot, runs: list[Running]) -> dict[str, Any]:
     from evener.gpus import to_json
     from evener.report.events import strict
 
-    told = [strict(dataclasses.asdict(run)) for run in runs]
-    return {**to_json(gpus), "host": socket.gethostname(), "runs": told}
+    return {**to_json(gpus), "host": socket.gethostname(), "runs": [strict(dataclasses.asdict(run)) for run in runs]}
 
 
 def lines(gpus: Snapshot, runs: list[Running], *, columns: int) -> list[str]:
@@ -114,10 +105,9 @@ def lines(gpus: Snapshot, runs: list[Running], *, columns: int) -> list[str]:
     from evener.report.live import run_lines
 
     found = [f"evener top  {socket.gethostname()}  {time.strftime('%H:%M:%S')}", *render(gpus, columns).splitlines()]
-    slowed = [
-        f"GPU {gpu.index} is slowed: {', '.join(gpu.health.throttle)}" for gpu in gpus.gpus if gpu.health.throttle
-    ]
-    found += [*slowed, "", *(["no evener run on this machine (that you may see)"] if not runs else [])]
+    slowed = [one for one in gpus.gpus if one.health.throttle]
+    found += [f"GPU {one.index} is slowed: {', '.join(one.health.throttle or ())}" for one in slowed]
+    found += ["", *(["no evener run on this machine (that you may see)"] if not runs else [])]
     for line in (line for run in runs for line in run_lines(run, size)):
         found += textwrap.wrap(line, columns, subsequent_indent="     ") if line.startswith("  ->") else [line]
     return [line if len(line) <= columns else line[: columns - 1] + "…" for line in (*found, "", _CAVEAT)]

@@ -81,9 +81,7 @@ class Story:
     def read(self) -> None:
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
-            if self.position < 0:
-                self.position = max(0, end - _TAIL_BYTES)
-            file.seek(self.position)
+            file.seek(max(0, end - _TAIL_BYTES) if self.position < 0 else self.position)
             *lines, self.rest = (self.rest + file.read()).split(b"\n")
             self.position = file.tell()
             for line in lines:
@@ -94,16 +92,12 @@ class Story:
         """Fields of `Running`, read on; what rank `first` measured is newer than the events."""
         self.read()
         point = self.newest.get("update", {})
-        return {
-            "contract": clean(self.newest.get("contract", {}).get("line", "")) or None,
-            "update": point.get("update") if first.update is None else first.update,
-            "epoch": point.get("epoch"),
-            "loss": None if point.get("loss") is None else float(point["loss"]),  # a text where it is not finite
-            "rows_per_second": point.get("rows_per_second"),
-            "updates_per_second": first.updates_per_second,
-            "incidents": dict(self.incidents),
-            "last_incident": self.last_incident,
-        }
+        told = {name: point.get(name) for name in ("update", "epoch", "loss", "rows_per_second")}
+        told |= {"loss": float(told["loss"])} if told["loss"] is not None else {}  # a text where it is not finite
+        told |= {"update": first.update} if first.update is not None else {}
+        told["contract"] = clean(self.newest.get("contract", {}).get("line", "")) or None
+        told |= {"incidents": dict(self.incidents), "last_incident": self.last_incident}
+        return told | {"updates_per_second": first.updates_per_second}
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = str(event["kind"])
@@ -132,7 +126,7 @@ class Watcher:
 
     def look(self) -> list[Running]:
         """Every run and every launched job of this machine that may be looked at, by name."""
-        processes = {one.pid: one for one in psutil.process_iter(["pid", "ppid", "cmdline"])}
+        processes = {one.pid: one for one in psutil.process_iter(["pid", "ppid", "cmdline", "username"])}
         jobs, writers = _jobs(processes), _directories(processes)
         self.stories = {path: self.stories.get(path) or Story(path) for path in sorted(writers)}
         found: list[Running] = []
@@ -140,13 +134,16 @@ class Watcher:
             of = [job for job in jobs if writers[path] in job["pids"].values()]
             jobs = [job for job in jobs if job not in of]
             name, logs = (of[0]["name"], of[0]["logs"]) if of else (os.path.basename(path), None)
-            ranks = _measured(path, processes) or (_rank(0, writers[path], processes),)
-            user, said = _user(processes[writers[path]]), verdict(ranks, self.usable_cpus, self.gpu_index)
+            ranks = _measured(path, processes) or (_rank(0, processes[writers[path]]),)
+            user, said = processes[writers[path]].info["username"], verdict(ranks, self.usable_cpus, self.gpu_index)
             found.append(Running(name, path, logs, user, ranks=ranks, verdict=said, **story.facts(ranks[0])))
         for job in jobs:
-            ranks = tuple(_rank(rank, pid, processes) for rank, pid in sorted(job["pids"].items()) if pid in processes)
+            pids = sorted((rank, pid) for rank, pid in job["pids"].items() if pid in processes)
+            ranks = tuple(_rank(rank, processes[pid]) for rank, pid in pids)
             if ranks:
-                found.append(Running(job["name"], None, job["logs"], _user(processes[ranks[0].pid]), ranks=ranks))
+                found.append(
+                    Running(job["name"], None, job["logs"], processes[pids[0][1]].info["username"], ranks=ranks)
+                )
         return found
 
 
@@ -155,28 +152,29 @@ class Watcher:
 
 def _jobs(processes: Mapping[int, Any]) -> list[dict[str, Any]]:
     """Jobs of `evener run`: name, logs, and the process id of every rank."""
-    found: dict[str, dict[str, Any]] = {}
+    plans: set[str] = set()
     for one in processes.values():
         words = one.info["cmdline"] or []
         at = next((i for i, word in enumerate(words) if word.endswith("evener/launch/shim.py")), len(words))
-        if at + 1 < len(words) and "torch.distributed.run" not in words and words[at + 1] not in found:
-            folder, name = os.path.split(words[at + 1])
-            for plan in read_json(folder, glob.escape(name), "logs"):
-                logs = str(plan["logs"])
-                pids = {int(one["rank"]): int(one["pid"]) for one in read_json(logs, "rank*.json", "rank", "pid")}
-                found[words[at + 1]] = {"name": os.path.basename(logs), "logs": logs, "pids": pids}
-    return list(found.values())
+        if "torch.distributed.run" not in words:
+            plans |= {*words[at + 1 : at + 2]}
+    found = []
+    for folder, name in map(os.path.split, sorted(plans)):
+        for logs in (str(plan["logs"]) for plan in read_json(folder, glob.escape(name), "logs")):
+            pids = {int(one["rank"]): int(one["pid"]) for one in read_json(logs, "rank*.json", "rank", "pid")}
+            found.append({"name": os.path.basename(logs), "logs": logs, "pids": pids})
+    return found
 
 
 def _directories(processes: Mapping[int, Any]) -> dict[str, int]:
     """Run directory -> the process that writes it. Data workers have the file from their parent: the parent counts."""
     found: dict[str, set[int]] = {}
     for pid in processes:
-        for path in _open_files(pid):
-            if path.endswith("/events.jsonl") and os.path.exists(os.path.join(os.path.dirname(path), ".lock")):
-                found.setdefault(os.path.dirname(path), set()).add(pid)
+        for folder, name in map(os.path.split, _open_files(pid)):
+            if name == "events.jsonl" and os.path.exists(os.path.join(folder, ".lock")):
+                found.setdefault(folder, set()).add(pid)
     return {
-        path: next((pid for pid in sorted(pids) if processes[pid].info["ppid"] not in pids), min(pids))
+        path: min((pid for pid in pids if processes[pid].info["ppid"] not in pids), default=min(pids))
         for path, pids in found.items()
     }
 
@@ -185,41 +183,35 @@ def _open_files(pid: int) -> Iterator[str]:
     """Not psutil's where it can be avoided: that one also asks the file's disk, which may hang."""
     if os.path.isdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # another user's process, or one that has just ended
-            for entry in os.scandir(f"/proc/{pid}/fd"):
+            for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    yield os.readlink(entry.path)
-        return
-    with contextlib.suppress(psutil.Error):
-        yield from (one.path for one in psutil.Process(pid).open_files())
+                    yield os.readlink(f"/proc/{pid}/fd/{name}")
+    else:
+        with contextlib.suppress(psutil.Error):
+            yield from (one.path for one in psutil.Process(pid).open_files())
 
 
 def _measured(directory: str, processes: Mapping[int, Any]) -> tuple[Rank, ...]:
     """The ranks that live on this machine, as they measured themselves."""
     found, here = [], socket.gethostname()
     for one in read_json(directory, "pulse-rank*.json", "rank", "pid", "host", "seconds"):
-        if one["host"] != here or one["pid"] not in processes:
-            continue
-        seconds = max(one["seconds"], 1e-9)
-        values = {name: one[name] for name in ("device", "gpu", "num_workers", "update")}
-        values |= {name: min(1.0, one[f"{name}_seconds"] / seconds) for name in ("data_wait", "step", "body")}
-        values |= {"updates_per_second": one["updates"] / seconds, "allocated_bytes": one.get("allocated_bytes")}
-        since = max(0.0, time.time() - one["t"])
-        found.append(_rank(one["rank"], one["pid"], processes, seconds_since=since, **values))
+        if one["host"] == here and one["pid"] in processes:
+            seconds = max(one["seconds"], 1e-9)
+            values = {name: one.get(name) for name in ("device", "gpu", "num_workers", "update", "allocated_bytes")}
+            values |= {name: min(1.0, one[f"{name}_seconds"] / seconds) for name in ("data_wait", "step", "body")}
+            values |= {
+                "updates_per_second": one["updates"] / seconds,
+                "seconds_since": max(0.0, time.time() - one["t"]),
+            }
+            found.append(_rank(one["rank"], processes[one["pid"]], **values))
     return tuple(sorted(found, key=lambda one: one.rank))
 
 
-def _rank(number: int, pid: int, processes: Mapping[int, Any], **measured: Any) -> Rank:
+def _rank(number: int, process: Any, **measured: Any) -> Rank:
     total = 0
     with contextlib.suppress(psutil.Error):
-        for one in (processes[pid], *processes[pid].children(recursive=True)):
-            total += one.memory_info().rss
-    return Rank(number, pid, memory_bytes=total or None, **measured)
-
-
-def _user(process: Any) -> str | None:
-    with contextlib.suppress(psutil.Error, KeyError):
-        return str(process.username())
-    return None
+        total = sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+    return Rank(number, process.pid, memory_bytes=total or None, **measured)
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
@@ -264,10 +256,10 @@ def percent(part: float | None, width: int = 0) -> str:
 def run_lines(run: Running, size: Callable[[int], str]) -> list[str]:
     """One run as lines; cutting them to the terminal is the caller's."""
     where = run.directory or f"{run.logs} (no evener.Run in it: no steps are measured)"
-    lines = [clean(f"{run.name}  {run.user or ''}  {where}".replace("    ", "  "))]
+    lines = [clean("  ".join(filter(None, (run.name, run.user, where))))]
     facts = {
         f"update {run.update}": run.update is not None,
-        f"epoch {run.epoch}": run.epoch,
+        f"epoch {run.epoch}": run.epoch is not None,
         f"loss {format_number(run.loss or 0.0)}": run.loss is not None,
         f"{run.updates_per_second or 0:.3g} updates/s": run.updates_per_second,
         f"{run.rows_per_second or 0:,.0f} rows/s": run.rows_per_second,
@@ -283,6 +275,4 @@ def run_lines(run: Running, size: Callable[[int], str]) -> list[str]:
     if run.incidents:
         counts = ", ".join(f"{number} {kind}" for kind, number in run.incidents.items())
         lines.append(f"  incidents: {counts}; last: {run.last_incident}")
-    if run.verdict:
-        lines.append(f"  -> {run.verdict}")
-    return lines
+    return [*lines, f"  -> {run.verdict}"] if run.verdict else lines
