@@ -196,7 +196,7 @@ def test_one_file_costs_a_fraction_of_a_second_of_cpu(script):
 def test_a_thousand_files_take_less_than_twenty_seconds_on_two_cores(tmp_path):
     """Every rule's wrong example, in files of about 300 lines."""
     from evener.lint import rules
-    from evener.lint.rule import read
+    from evener.lint.pages import read
 
     examples = [read(rule).bad for rule in rules.ALL]
     for i in range(1000):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evener.lint import page, rules
-from evener.lint.pages import chinese, document
+from evener.lint.pages import document, texts
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,9 +19,10 @@ def test_docs_lint_is_made_from_the_rules():
 
 
 def test_every_rule_has_its_chinese_text_and_nothing_else_has():
-    assert list(chinese()) == ["words", *(rule.id for rule in rules.ALL)], "in the order of the rules"
+    assert list(texts("zh")) == ["words", *(rule.id for rule in rules.ALL)], "in the order of the rules"
+    assert list(texts("en")) == ["intro", *texts("zh")] and texts("en")["words"].keys() == texts("zh")["words"].keys()
     for rule in rules.ALL:
-        told = chinese()[rule.id]
+        told = texts("zh")[rule.id]
         assert set(told) == {"wrong", "fix"}
         for text in told.values():
             assert re.search(r"[\u4e00-\u9fff]", text) and text.endswith("。") and "  " not in text, text
@@ -33,7 +34,7 @@ def test_the_chinese_page_has_the_same_code(rule):
     english, text = page(rule.id), page(rule.id, "zh")
     code = [line for line in english.splitlines() if line.startswith("    ")]
     assert [line for line in text.splitlines() if line.startswith("    ")] == code
-    told = chinese()[rule.id]
+    told = texts("zh")[rule.id]
     assert told["wrong"] in text and f"改法: {told['fix']}" in text and "wrong:" not in text and "fix:" not in text
 
 

@@ -7,8 +7,11 @@ import random
 import pytest
 
 from evener.lint import engine, fix, rules
+from evener.lint.edits import Edit, replace
+from evener.lint.pages import read
 from evener.lint.project import Project
-from evener.lint.rule import Edit, Finding, Rule, hit, read
+from evener.lint.rule import Finding, hit
+from evener.lint.rule import rule as made
 from tests.test_lint_rules import FIXABLE, checked, fixed, in_script
 
 BY_ID = {rule.id: rule for rule in rules.ALL}
@@ -110,23 +113,14 @@ def test_unsafe_fixes_need_their_flag():
     assert fixed(code, one("barrier-every-step"), unsafe=True) != code
 
 
-class Stubborn(Rule, level="error", fix="no"):
-    """A rule whose fix does not settle it, and one whose fix does not parse."""
-
-    text = "import torch as x"
-
-    def check(self, file):
-        for stmt in file.source.tree.body:
-            start, end = file.source.span(stmt)
-            yield hit(stmt, "still there", Edit(start, end, self.text))
-
-
 @pytest.mark.parametrize("text", ["import torch as x", "x = ("])
 def test_a_fix_that_does_not_silence_its_rule_or_does_not_parse_is_undone(text):
-    rule = Stubborn()
-    rule.text = text
+    @made("error", "no")
+    def stubborn(file):
+        return (hit(stmt, "still there", replace(file, stmt, text)) for stmt in file.tree.body)
+
     data = b"import torch\n"
-    done = fix.fix_file("a.py", data, engine.with_file(Project([]), "a.py", data), (rule,), unsafe=False)
+    done = fix.fix_file("a.py", data, engine.with_file(Project([]), "a.py", data), (stubborn,), unsafe=False)
     assert done.after == data and done.fixed == () and done.refused
 
 

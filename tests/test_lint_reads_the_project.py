@@ -7,8 +7,7 @@ import textwrap
 import pytest
 
 from evener.lint import Options, lint
-from evener.lint.names import Names
-from evener.lint.source import Source
+from evener.lint.file import File
 from tests.test_lint_rules import checked
 
 
@@ -129,11 +128,10 @@ NOTHING = [
     [(t, "one") for t in ONE_RANK] + [(t, "others") for t in OTHERS[:2] + OTHERS[3:]] + [(t, "") for t in NOTHING],
 )
 def test_what_a_test_says_of_ranks(test, who):
-    source = Source("a.py", f"import torch.distributed as dist\nimport os\nif {test}:\n    pass\n".encode())
-    names = Names(source)
-    node = source.tree.body[2].test
-    assert names.one_rank(node) == who
-    assert names.one_rank(node, False) == {"one": "others", "others": "one", "": ""}[who] or " and " in test
+    file = File("a.py", f"import torch.distributed as dist\nimport os\nif {test}:\n    pass\n".encode())
+    node = file.tree.body[2].test
+    assert file.one_rank(node) == who
+    assert file.one_rank(node, False) == {"one": "others", "others": "one", "": ""}[who] or " and " in test
 
 
 SAVE = """

@@ -7,8 +7,8 @@ import ast
 import pytest
 
 from evener.lint import engine, fix, page, rules
+from evener.lint.pages import read
 from evener.lint.project import Project
-from evener.lint.rule import read
 
 PATH = "train.py"
 # What the examples leave out: the names that a script would have.

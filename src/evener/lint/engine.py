@@ -6,15 +6,15 @@ import gc
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 
 from evener.errors import UsageError, nearest
 from evener.lint import rules
-from evener.lint.names import facts
-from evener.lint.project import Facts, Project
-from evener.lint.rule import LEVELS, Checked, Finding, Rule
-from evener.lint.source import Source
+from evener.lint.file import File
+from evener.lint.project import Facts, Project, facts
+from evener.lint.rule import LEVELS, Finding, Rule
 
 # What no rule looks into. Folders that begin with a dot are passed over too.
 EXCLUDED = ("__pycache__", "venv", "env", "build", "dist", "node_modules", "site-packages", "wandb", "*.egg-info")
@@ -38,21 +38,15 @@ class Options:
 
     def rules(self) -> tuple[Rule, ...]:
         """The chosen rules. `UsageError` for a word that is none."""
-        words = {rule.id for rule in rules.ALL} | {rule.theme for rule in rules.ALL} | set(LEVELS)
+        names = {rule: {rule.id, rule.theme, rule.level} for rule in rules.ALL}
+        words = set[str]().union(LEVELS, *names.values())
         for word in (*self.select, *self.ignore):
             if word not in words:
                 close = nearest(word, words)
-                fix = [f"{close}" if close else "", "rules and themes: evener lint --rules"]
-                raise UsageError(
-                    f"{word!r} is no rule, theme or level of evener lint.", fix=[one for one in fix if one]
-                )
-        chosen = []
-        for rule in rules.ALL:
-            own = {rule.id, rule.theme, rule.level}
-            wanted = bool(own & set(self.select)) if self.select else rule.level != "hint" or self.hints
-            if wanted and not own & set(self.ignore):
-                chosen.append(rule)
-        return tuple(chosen)
+                fix = [*([close] if close else []), "rules and themes: evener lint --rules"]
+                raise UsageError(f"{word!r} is no rule, theme or level of evener lint.", fix=fix)
+        selected = self.select or tuple(level for level in LEVELS if level != "hint" or self.hints)
+        return tuple(rule for rule, own in names.items() if own & set(selected) and not own & set(self.ignore))
 
 
 @dataclass(frozen=True)
@@ -74,28 +68,22 @@ def lint(paths: Sequence[str | os.PathLike[str]], options: Options | None = None
     options = options or Options()
     chosen = options.rules()
     files = find([os.fspath(path) for path in paths], options.exclude)
-    collected = gc.isenabled()
+    collects = gc.isenabled()
     gc.disable()  # trees hold no circles: looking for them costs a quarter of the time
     try:
         findings = _all(files, chosen, options.processes)
     finally:
-        if collected:
+        if collects:
             gc.enable()
     order = sorted(findings, key=lambda one: (one.path, one.line, one.column, one.rule))
     return Report(tuple(order), len(files), sum(one.rule == "unreadable" for one in order))
 
 
-def _all(files: list[str], chosen: tuple[Rule, ...], processes: int) -> list[Finding]:
-    if len(files) < PARALLEL_FROM or processes == 1:
-        sources: dict[str, Source] = {}  # few files: each is parsed once
-        project, broken = join(files, map(partial(read_facts, keep=sources), files))
-        findings = [one for path in files for one in check(project, chosen, path, sources.pop(path, None))]
-    else:
-        findings, broken = _in_processes(files, chosen, processes)
-    return findings + broken
-
-
-def _in_processes(files: list[str], chosen: tuple[Rule, ...], workers: int) -> tuple[list[Finding], list[Finding]]:
+def _all(files: list[str], chosen: tuple[Rule, ...], workers: int) -> list[Finding]:
+    if len(files) < PARALLEL_FROM or workers == 1:
+        kept: dict[str, File] = {}  # each is parsed once
+        project, broken = join(files, map(partial(read_facts, keep=kept), files))
+        return [one for path in files for one in check(project, chosen, path, kept.pop(path, None))] + broken
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -104,140 +92,120 @@ def _in_processes(files: list[str], chosen: tuple[Rule, ...], workers: int) -> t
         project, broken = join(files, pool.map(read_facts, files, chunksize=chunk))
         # The project goes once to each worker's chunk, not once per file.
         parts = [files[i : i + chunk] for i in range(0, len(files), chunk)]
-        results = pool.map(partial(check_many, project.files, [rule.id for rule in chosen]), parts)
-        return [one for result in results for one in result], broken
+        results = pool.map(partial(_check_many, project.files, [rule.id for rule in chosen]), parts)
+        return [one for result in results for one in result] + broken
 
 
 def join(files: list[str], read: Iterable[Facts | Finding]) -> tuple[Project, list[Finding]]:
     """The project of these files and of what they import, and the findings of those that do not parse."""
     collected = list(read)
-    broken = [one for one in collected if isinstance(one, Finding)]
     known = {one.path: one for one in collected if isinstance(one, Facts)}
     waiting = [(path, dotted) for path, one in known.items() for dotted in one.imports]
     budget = CONTEXT_FILES if len(files) < PARALLEL_FROM else 4 * CONTEXT_FILES
     while waiting and budget:
         path, dotted = waiting.pop(0)
-        for candidate in _on_disk(path, dotted):
-            if candidate in known or not os.path.isfile(candidate):
-                continue
+        candidate = next((one for one in _on_disk(path, dotted) if one not in known and os.path.isfile(one)), None)
+        if candidate is not None:
             budget -= 1
             one = read_facts(candidate)
             if isinstance(one, Facts):
                 known[candidate] = one
                 waiting += [(candidate, more) for more in one.imports]
-            break
-    return Project(known.values()), broken
+    return Project(known.values()), [one for one in collected if isinstance(one, Finding)]
 
 
 def _on_disk(path: str, dotted: str) -> Iterator[str]:
     """Where the module would be: beside the importing file, or one or two folders above."""
     bare = dotted.lstrip(".")
-    folder = os.path.dirname(path)
-    for _ in range(len(dotted) - len(bare) - 1):
-        folder = os.path.dirname(folder)
     if not bare or bare.split(".")[0] in ("torch", "numpy", "os", "sys", "torchvision", "transformers"):
         return
-    tail = os.path.join(*bare.split("."))
-    for start in (
-        [folder] if dotted != bare else [folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
-    ):
-        yield os.path.join(start, tail + ".py")
-        yield os.path.join(start, tail, "__init__.py")
+    folder, level = os.path.dirname(path), len(dotted) - len(bare)
+    for _ in range(level - 1):
+        folder = os.path.dirname(folder)
+    for _ in range(1 if level else 3):
+        yield os.path.join(folder, *bare.split(".")) + ".py"
+        yield os.path.join(folder, *bare.split("."), "__init__.py")
+        folder = os.path.dirname(folder)
 
 
 def find(paths: list[str], exclude: Sequence[str] = ()) -> list[str]:
     """All Python files (and launch scripts) below the paths. A file that is named is taken, whatever its name."""
-    from fnmatch import fnmatch
 
-    out = (*EXCLUDED, *exclude)
+    def matches(folder: str, name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch(name, one) or fnmatch(os.path.join(folder, name), one) for one in patterns)
+
     found: dict[str, None] = {}
     for path in paths:
         if os.path.isfile(path):
             found[path] = None
         elif not os.path.isdir(path):
-            raise UsageError(
-                f"There is no file or folder {path}.", fix=["evener lint PATH [PATH ...], files or folders"]
-            )
+            fix = ["evener lint PATH [PATH ...], files or folders"]
+            raise UsageError(f"There is no file or folder {path}.", fix=fix)
         for folder, inner, names in os.walk(path):
             inner[:] = sorted(
                 one for one in inner
-                if not one.startswith(".")
-                and not any(fnmatch(one, p) or fnmatch(os.path.join(folder, one), p) for p in out)
+                if not one.startswith(".") and not matches(folder, one, (*EXCLUDED, *exclude))
                 and not os.path.exists(os.path.join(folder, one, "pyvenv.cfg"))
             )  # fmt: skip
             for name in sorted(names):
-                full = os.path.join(folder, name)
-                if name.endswith((".py", *SCRIPTS)) and not any(fnmatch(name, p) or fnmatch(full, p) for p in exclude):
-                    found[os.path.normpath(full)] = None
+                if name.endswith((".py", *SCRIPTS)) and not matches(folder, name, exclude):
+                    found[os.path.normpath(os.path.join(folder, name))] = None
     return list(found)
 
 
-def read_facts(path: str, keep: dict[str, Source] | None = None) -> Facts | Finding:
+def read_facts(path: str, keep: dict[str, File] | None = None) -> Facts | Finding:
     """What the project needs of one file; a finding "unreadable" where it does not parse."""
+    line = 1
     try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        return _unreadable(path, 1, f"cannot be read: {error.strerror}")
-    package = path.endswith("__init__.py") and len(data) < 20_000  # it may pass names on
-    if path.endswith(SCRIPTS) or not (package or WORDS.search(data)):
-        return Facts(path)
-    try:
-        source = Source(path, data)
+        with open(path, "rb") as opened:
+            data = opened.read()
+        package = path.endswith("__init__.py") and len(data) < 20_000  # it may pass names on
+        if path.endswith(SCRIPTS) or not (package or WORDS.search(data)):
+            return Facts(path)
+        file = File(path, data)
         if keep is not None:
-            keep[path] = source
-        return facts(source)
+            keep[path] = file
+        return facts(file)
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
     except SyntaxError as error:
-        return _unreadable(path, error.lineno or 1, f"does not parse as Python: {error.msg}")
+        line, why = error.lineno or 1, f"does not parse as Python: {error.msg}"
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        return _unreadable(path, 1, f"does not parse as Python: {type(error).__name__}: {error}")
+        why = f"does not parse as Python: {type(error).__name__}: {error}"
+    said = f"{why}; the file was passed over"
+    return Finding(path, line, 1, "unreadable", "warning", said, "repair it, or --exclude it")
 
 
-def _unreadable(path: str, line: int, why: str) -> Finding:
-    return Finding(
-        path, line, 1, "unreadable", "warning", f"{why}; the file was passed over", "repair it, or --exclude it"
-    )
-
-
-def check_many(known: dict[str, Facts], ids: list[str], files: list[str]) -> list[Finding]:
-    project = Project(known.values())
-    chosen = tuple(rule for rule in rules.ALL if rule.id in ids)
+def _check_many(known: dict[str, Facts], ids: list[str], files: list[str]) -> list[Finding]:
+    project, chosen = Project(known.values()), tuple(rule for rule in rules.ALL if rule.id in ids)
     return [one for path in files for one in check(project, chosen, path)]
 
 
-def check(project: Project, chosen: tuple[Rule, ...], path: str, source: Source | None = None) -> list[Finding]:
+def check(project: Project, chosen: tuple[Rule, ...], path: str, file: File | None = None) -> list[Finding]:
     """All findings of one file on disk."""
     if path not in project.files:
         return []
-    with open(path, "rb") as file:
-        return check_data(project, chosen, path, file.read(), source)
+    with open(path, "rb") as opened:
+        return check_data(project, chosen, path, opened.read(), file)
 
 
 def check_data(
-    project: Project, chosen: tuple[Rule, ...], path: str, data: bytes, source: Source | None = None
+    project: Project, chosen: tuple[Rule, ...], path: str, data: bytes, file: File | None = None
 ) -> list[Finding]:
     """All findings of one file with this content, without those silenced by comments."""
     if path.endswith(SCRIPTS):
-        from evener.lint.rules.migrate import TorchDistributedLaunch
-
-        return [
-            one for rule in chosen if isinstance(rule, TorchDistributedLaunch) for one in rule.check_script(path, data)
-        ]
+        return list(rules.migrate.in_script(path, data)) if rules.migrate.torch_distributed_launch in chosen else []
     if not WORDS.search(data):
         return []
-    file = Checked(source or Source(path, data), project)
-    lines, whole = file.source.ignores()
-    if "*" in whole:
-        return []
+    file = file or File(path, data)
+    file.join(project)
+    lines, whole = file.ignores()
     tests = bool(TESTS.search(os.path.basename(path)))
-    found = {one: None for rule in chosen if rule.in_tests or not tests for one in rule.findings(file)}
-    return [
-        one for one in found
-        if one.rule not in whole and not {one.rule, "*"} & lines.get(one.line, set())
-    ]  # fmt: skip
+    asked = [rule for rule in chosen if (rule.in_tests or not tests) and not {rule.id, "*"} & whole]
+    found = dict.fromkeys(one for rule in asked for one in rule.findings(file))
+    return [one for one in found if not {one.rule, "*"} & lines.get(one.line, set())]
 
 
 def with_file(project: Project, path: str, data: bytes) -> Project:
     """The project with other content for one file (while it is being fixed)."""
-    one = facts(Source(path, data))
-    return Project([replace(one, path=path), *(other for other in project.files.values() if other.path != path)])
+    return Project([facts(File(path, data)), *(other for other in project.files.values() if other.path != path)])

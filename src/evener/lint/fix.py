@@ -6,8 +6,9 @@ import ast
 from dataclasses import dataclass
 
 from evener.lint import engine
+from evener.lint.edits import Edit
 from evener.lint.project import Project
-from evener.lint.rule import Edit, Finding, Rule
+from evener.lint.rule import Finding, Rule
 from evener.lint.source import Source
 
 ROUNDS = 20  # a file whose fixes do not come to rest is left at the last good state

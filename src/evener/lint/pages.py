@@ -1,34 +1,50 @@
-"""The rules' docstrings as text for a terminal and as docs/lint.md."""
+"""The pages of the rules, from en.toml and zh.toml: as text for a terminal, and as docs/lint.md."""
 
 from __future__ import annotations
 
-import inspect
+import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from evener.lint import rules
-from evener.lint.rule import LEVELS, Rule, read
+from evener.lint.rule import LEVELS, Rule
 
 
 @cache
-def chinese() -> dict[str, dict[str, str]]:
-    """zh.toml: the fixed words, and per rule what is wrong and what to write."""
-    return tomllib.loads(Path(__file__).with_name("zh.toml").read_text("utf-8"))
+def texts(language: str) -> dict[str, Any]:
+    """The fixed words, and per rule what its page says."""
+    return tomllib.loads(Path(__file__).with_name(f"{language}.toml").read_text("utf-8"))
+
+
+@dataclass(frozen=True)
+class Page:
+    title: str
+    why: str
+    bad: str
+    good: str
+    fixed: str  # what `--fix` makes of `bad`; equal to `good` where the page says nothing else
+
+
+def read(rule: Rule) -> Page:
+    told = texts("en")[rule.id]
+    rows = told["change"].splitlines()  # a mark, a space, the line
+    bad, good = ("".join(f"{row[2:]}\n" for row in rows if row[:1] != other) for other in "+-")
+    return Page(told["title"], told.get("why", ""), bad, good, told.get("fixed", good))
 
 
 def page_of(name: str, language: str = "en") -> str | None:
     rule = next((one for one in rules.ALL if one.id == name), None)
     if rule is None:
         return None
-    told = read(rule)
+    told, say = read(rule), texts(language)["words"]
     why, fix = [told.title, *(["", told.why] if told.why else [])], rule.fix
-    say = {"theme": "theme", "wrong": "wrong", "right": "right", "fixed": "what --fix makes of it", "fix": "fix"}
-    say |= {rule.level: rule.level, "silence": "silence one line"}
     if language == "zh":
-        own, say = chinese()[rule.id], chinese()["words"]
+        own = texts(language)[rule.id]
         why, fix = [own["wrong"]], own["fix"]
     lines = [f"{rule.id}  ({say[rule.level]}, {say['theme']} {rule.theme})", "", *why]
     blocks = {"wrong": told.bad, "right": told.good} | ({"fixed": told.fixed} if told.fixed != told.good else {})
@@ -44,34 +60,22 @@ def document() -> str:
 
 def _document() -> Iterator[str]:
     counts = ", ".join(f"{sum(rule.level == level for rule in rules.ALL)} {level}s" for level in LEVELS)
-    intro = (inspect.getdoc(rules) or "").partition("\n\n")[2]
-    yield "# The rules of `evener lint`"
-    yield ""
-    yield "<!-- made from the rules by `python -m evener.lint.pages`; tests/test_lint_docs.py keeps it so -->"
-    yield ""
-    yield intro
-    yield ""
+    made = "<!-- made from the rules by `python -m evener.lint.pages`; tests/test_lint_docs.py keeps it so -->"
+    yield from ("# The rules of `evener lint`", "", made, "", texts("en")["intro"], "")
     yield f"{len(rules.ALL)} rules: {counts}. Hints are shown with `--hints` or where they are selected."
     theme = ""
     for rule in rules.ALL:
         if rule.theme != theme:
             theme = rule.theme
-            yield from ("", f"## Theme: {theme}", "", *theme_text(rule).splitlines())
+            yield from ("", f"## Theme: {theme}", "", sys.modules[rule.check.__module__].__doc__ or "")
         told = read(rule)
         yield from ("", f"### {rule.id}", "", f"*{rule.level}* — {told.title}")
         if told.why:
-            yield from ("", *told.why.splitlines())
+            yield from ("", told.why)
         yield from ("", "```python", "# wrong", told.bad.rstrip(), "", "# right", told.good.rstrip(), "```")
         if told.fixed != told.good:
             yield from ("", "`--fix` makes of it:", "", "```python", told.fixed.rstrip(), "```")
 
 
-def theme_text(rule: Rule) -> str:
-    module = inspect.getmodule(type(rule))
-    return (inspect.getdoc(module) or "") if module else ""
-
-
 if __name__ == "__main__":
-    import sys
-
     sys.stdout.write(document())

@@ -1,4 +1,4 @@
-"""One parsed file: its tree, what surrounds every statement, what its names stand for.
+"""One parsed file: its tree, what surrounds every statement, its names with imports resolved, its text.
 
 Offsets are bytes of the UTF-8 text, as in `ast`. Nothing here runs the code it reads.
 """
@@ -19,7 +19,6 @@ Loop = ast.For | ast.AsyncFor | ast.While
 IGNORE = re.compile(r"#\s*evener:\s*ignore(-file)?(?:\[([^\]]*)\])?")
 BARE = frozenset({ast.Name, ast.Constant, ast.alias, ast.Pass})  # nodes without nodes of interest below
 NO_NODES = frozenset({"ctx", "op", "ops", "attr", "id", "arg", "name", "kind", "type_comment"})
-LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 class Test(NamedTuple):
@@ -51,6 +50,7 @@ class Source:
         self.data = self.text.encode()
         self.tree = ast.parse(self.text)
         self.lines = self.data.splitlines(keepends=True) or [b""]
+        self.newline = "\r\n" if self.lines[0].endswith(b"\r\n") else "\n"
         self.starts = [0]
         for line in self.lines:
             self.starts.append(self.starts[-1] + len(line))
@@ -66,63 +66,63 @@ class Source:
     # --- the walk -------------------------------------------------------------------------------------------------
     def _block(self, body: list[ast.stmt], ctx: Context, parent: ast.AST) -> None:
         for stmt in body:
-            self.parent[stmt] = parent
-            self.context[stmt] = ctx
+            self.parent[stmt], self.context[stmt] = parent, ctx
             self.by_type[type(stmt)].append(stmt)
-            if isinstance(stmt, Function):
-                args = stmt.args
-                named = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
-                self.params[stmt] = {arg.arg for arg in named if arg}
-                inner = Context(stmt, ctx.owner)
-                self._expressions(stmt, [*stmt.decorator_list, args, *([stmt.returns] if stmt.returns else [])])
-                self._block(stmt.body, inner, stmt)
-            elif isinstance(stmt, ast.ClassDef):
-                self._expressions(stmt, [*stmt.decorator_list, *stmt.bases, *stmt.keywords])
-                self._block(stmt.body, Context(ctx.function, stmt), stmt)
-            elif isinstance(stmt, ast.If):
-                self._expressions(stmt, [stmt.test])
-                self._block(stmt.body, self.under(ctx, stmt.test, True), stmt)
-                self._block(stmt.orelse, self.under(ctx, stmt.test, False), stmt)
-                if leaves(stmt.body):
-                    ctx = self.under(ctx, stmt.test, False)
-                elif leaves(stmt.orelse):
-                    ctx = self.under(ctx, stmt.test, True)
-            elif isinstance(stmt, Loop):
-                head = [stmt.test] if isinstance(stmt, ast.While) else [stmt.target, stmt.iter]
-                self._expressions(stmt, head)
-                self._block(stmt.body, ctx._replace(loops=(*ctx.loops, stmt)), stmt)
-                self._block(stmt.orelse, ctx, stmt)
-            elif isinstance(stmt, ast.With | ast.AsyncWith):
-                self._expressions(stmt, stmt.items)
-                entered = tuple(item.context_expr for item in stmt.items)
-                self._block(stmt.body, ctx._replace(withs=(*ctx.withs, *entered)), stmt)
-            elif isinstance(stmt, ast.Try):
-                self._block(stmt.body, ctx, stmt)
-                for handler in stmt.handlers:
-                    self.parent[handler] = stmt
-                    self.by_type[ast.ExceptHandler].append(handler)
-                    if handler.type:
-                        self._expressions(handler, [handler.type])
-                    self._block(handler.body, ctx._replace(handlers=(*ctx.handlers, handler)), handler)
-                self._block(stmt.orelse, ctx, stmt)
-                self._block(stmt.finalbody, ctx, stmt)
-            elif isinstance(stmt, ast.Match):
-                self._expressions(stmt, [stmt.subject])
-                for case in stmt.cases:
-                    self._block(case.body, ctx, stmt)
-            else:
-                self._expressions(stmt, list(ast.iter_child_nodes(stmt)))
+            below: list[ast.AST] = []
+            blocks: list[tuple[str, list[ast.stmt]]] = []
+            for name in stmt._fields:
+                value = getattr(stmt, name, None)
+                if isinstance(value, ast.AST):
+                    below.append(value)
+                elif isinstance(value, list) and value:
+                    if isinstance(value[0], ast.stmt):
+                        blocks.append((name, value))
+                    elif isinstance(value[0], ast.match_case):
+                        blocks += [("case", case.body) for case in value]
+                    elif not isinstance(value[0], ast.ExceptHandler):
+                        below += [one for one in value if isinstance(one, ast.AST)]
+            self._expressions(stmt, below)
+            if not blocks:
+                continue
+            inner = self._inside(stmt, ctx)
+            for name, block in blocks:
+                self._block(block, inner.get(name, ctx), stmt)
+                if isinstance(stmt, ast.Try | ast.TryStar) and name == "body":
+                    for handler in stmt.handlers:
+                        self._expressions(stmt, [handler], walk=False)
+                        self._expressions(handler, [handler.type] if handler.type else [])
+                        self._block(handler.body, ctx._replace(handlers=(*ctx.handlers, handler)), handler)
+            if isinstance(stmt, ast.If) and (leaves(stmt.body) or leaves(stmt.orelse)):
+                ctx = inner["orelse" if leaves(stmt.body) else "body"]
 
-    def _expressions(self, parent: ast.AST, nodes: list[ast.AST] | list[ast.withitem] | list[ast.expr]) -> None:
+    def _inside(self, stmt: ast.stmt, ctx: Context) -> dict[str, Context]:
+        """What surrounds the statements of a block, where it is not what surrounds the statement itself."""
+        if isinstance(stmt, Function):
+            args = stmt.args
+            named = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+            self.params[stmt] = {arg.arg for arg in named if arg}
+            return {"body": Context(stmt, ctx.owner)}
+        if isinstance(stmt, ast.ClassDef):
+            return {"body": Context(ctx.function, stmt)}
+        if isinstance(stmt, ast.If):
+            both = (("body", True), ("orelse", False))
+            return {name: ctx._replace(tests=(*ctx.tests, *self.conjuncts(stmt.test, wanted))) for name, wanted in both}
+        if isinstance(stmt, Loop):
+            return {"body": ctx._replace(loops=(*ctx.loops, stmt))}
+        if isinstance(stmt, ast.With | ast.AsyncWith):
+            return {"body": ctx._replace(withs=(*ctx.withs, *(item.context_expr for item in stmt.items)))}
+        return {}
+
+    def _expressions(self, parent: ast.AST, nodes: list[ast.AST], walk: bool = True) -> None:
         by_type, parents = self.by_type, self.parent
-        stack: list[ast.AST] = list(reversed(nodes))
         for node in nodes:
             parents[node] = parent
+        stack = nodes[::-1]
         while stack:
             node = stack.pop()
             kind = node.__class__
             by_type[kind].append(node)
-            if kind in BARE:
+            if kind in BARE or not walk:
                 continue
             below: list[ast.AST] = []
             for name in node._fields:
@@ -134,11 +134,7 @@ class Source:
                         below.append(value)
             for child in below:
                 parents[child] = node
-            below.reverse()
-            stack += below
-
-    def under(self, ctx: Context, test: ast.expr, wanted: bool) -> Context:
-        return ctx._replace(tests=(*ctx.tests, *self.conjuncts(test, wanted)))
+            stack += below[::-1]
 
     def conjuncts(self, test: ast.expr, wanted: bool) -> Iterator[Test]:
         """The parts that all hold when `test` is `wanted`; one Test of the whole where it cannot be split."""
@@ -152,8 +148,7 @@ class Source:
             if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot | ast.NotEq):
                 text, wanted = text.replace(" is not ", " is ").replace("!=", "=="), not wanted
             if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot):
-                empty = test.comparators[0]
-                if isinstance(empty, ast.Constant) and empty.value is None:  # `x is None` is `not x` here
+                if literal(test.comparators[0]) is None:  # `x is None` is `not x` here
                     text, wanted = self.segment(test.left), not wanted
             yield Test(test, wanted, text)
 
@@ -164,14 +159,14 @@ class Source:
                 self.aliases[name.asname or root] = name.name if name.asname else root
         for source in self.of(ast.ImportFrom):
             base = "." * source.level + (source.module or "")
+            joint = "" if base.endswith(".") or not base else "."
             for name in source.names:
-                joint = "" if base.endswith(".") or not base else "."
                 self.aliases.setdefault(name.asname or name.name, f"{base}{joint}{name.name}")
         for assign in self.of(ast.Assign):  # DDP = torch.nn.parallel.DistributedDataParallel
             target = assign.targets[0]
             if isinstance(target, ast.Name) and isinstance(assign.value, ast.Attribute):
                 dotted = self.name(assign.value)
-                if dotted.startswith(("torch.", "apex.")) and dotted.rpartition(".")[2][:1].isupper():
+                if dotted.startswith(("torch.", "apex.")) and last(dotted)[:1].isupper():
                     self.aliases.setdefault(target.id, dotted)
 
     # --- questions ------------------------------------------------------------------------------------------------
@@ -191,23 +186,22 @@ class Source:
             return ""
         found = self._resolved.get(node)
         if found is None:
-            found = self._resolved[node] = self._name(node)
+            found = ""
+            if isinstance(node, ast.Attribute):
+                above = self.name(node.value)
+                found = f"{above}.{node.attr}" if above else ""
+            elif isinstance(node, ast.Name):  # a parameter hides an import
+                hidden = node.id not in self.aliases or self.is_param(node)
+                found = node.id if hidden else self.aliases[node.id]
+            self._resolved[node] = found
         return found
 
-    def _name(self, node: ast.AST) -> str:
-        if isinstance(node, ast.Attribute):
-            above = self.name(node.value)
-            return f"{above}.{node.attr}" if above else ""
-        if isinstance(node, ast.Name):
-            if node.id in self.aliases:
-                function = self.function(node)
-                while function is not None:  # a parameter hides an import
-                    if node.id in self.params[function]:
-                        return node.id
-                    function = self.function(self.parent[function])
-                return self.aliases[node.id]
-            return node.id
-        return ""
+    def is_param(self, node: ast.AST) -> Function | None:
+        """The function, of those around the name, that has a parameter of this name."""
+        function = self.function(node) if isinstance(node, ast.Name) else None
+        while function is not None and node.id not in self.params[function]:  # type: ignore[attr-defined]
+            function = self.context[function].function
+        return function
 
     def statement(self, node: ast.AST) -> ast.stmt:
         while not isinstance(node, ast.stmt):
@@ -221,7 +215,7 @@ class Source:
         return self.context[node]
 
     def function(self, node: ast.AST) -> Function | None:
-        return None if isinstance(node, ast.Module) else self.at(node).function
+        return self.at(node).function
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         while (up := self.parent.get(node)) is not None:
@@ -242,43 +236,32 @@ class Source:
         start = self.starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
         return start, self.starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
 
-    def segment(self, node: ast.AST) -> str:
-        """The node's own text, on one line."""
-        start, end = self.span(node)
-        return " ".join(self.data[start:end].decode().split())
-
     def exact(self, node: ast.AST) -> str:
         start, end = self.span(node)
         return self.data[start:end].decode()
 
-    def line_text(self, line: int) -> str:
-        return self.lines[line - 1].decode().rstrip("\r\n") if 0 < line <= len(self.lines) else ""
+    def segment(self, node: ast.AST) -> str:
+        """The node's own text, on one line."""
+        return " ".join(self.exact(node).split())
 
     def ignores(self) -> tuple[dict[int, set[str]], set[str]]:
         """line -> the rules silenced there ("*" for all), and those silenced in the whole file."""
-        lines: dict[int, set[str]] = {}
+        lines: defaultdict[int, set[str]] = defaultdict(set)
         whole: set[str] = set()
-        if "evener:" not in self.text:
-            return lines, whole
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline) if "evener:" in self.text else ()
+        for token in tokens:
             found = IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
-            if not found:
-                continue
-            rules = {word.strip() for word in found[2].split(",") if word.strip()} if found[2] is not None else {"*"}
-            if found[1]:
-                whole |= rules
-                continue
-            row = token.start[0]
-            alone = not token.line[: token.start[1]].strip()
-            lines.setdefault(row + 1 if alone else row, set()).update(rules)
+            if found:
+                words = found[2] if found[2] is not None else "*"
+                rules = {word.strip() for word in words.split(",") if word.strip()}
+                alone = not token.line[: token.start[1]].strip()
+                (whole if found[1] else lines[token.start[0] + alone]).update(rules)
         return lines, whole
 
 
 def leaves(body: list[ast.stmt]) -> bool:
     """The block never reaches what follows it."""
-    if not body:
-        return False
-    last = body[-1]
+    last = body[-1] if body else None
     if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
         called = last.value.func
         return (isinstance(called, ast.Attribute) and called.attr in ("exit", "_exit", "abort")) or (
@@ -286,7 +269,7 @@ def leaves(body: list[ast.stmt]) -> bool:
         )
     if isinstance(last, ast.If):
         return leaves(last.body) and leaves(last.orelse)
-    return isinstance(last, LEAVES)
+    return isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
 
 
 def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
@@ -294,20 +277,14 @@ def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr 
     for one in call.keywords:
         if one.arg == name:
             return one.value
-    if position is not None and position < len(call.args):
-        found = call.args[position]
-        return None if isinstance(found, ast.Starred) else found
-    return None
+    found = call.args[position] if position is not None and position < len(call.args) else None
+    return None if isinstance(found, ast.Starred) else found
 
 
 def method(node: ast.AST, *words: str) -> ast.Attribute | None:
     """The `x.word` of a call `x.word(...)`, else None."""
     called = node.func if isinstance(node, ast.Call) else None
     return called if isinstance(called, ast.Attribute) and called.attr in words else None
-
-
-def hides_arguments(call: ast.Call) -> bool:
-    return any(one.arg is None for one in call.keywords) or any(isinstance(arg, ast.Starred) for arg in call.args)
 
 
 def literal(node: ast.AST | None) -> object:
