@@ -1,8 +1,17 @@
-"""Whole scripts, as people write them: stopped once, started on another number of processes, ending where they would."""
+"""Whole scripts, as people write them: stopped or killed once, started on another number of processes, ending where they
+would have ended.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +20,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import evener
+from tests import test_evening_gan as gans
 from tests.models import make, token_loss, token_rows
 
 
@@ -140,6 +150,16 @@ def plain(folder, hook):
     return run, None
 
 
+def gan(folder, hook):
+    run = gans.new_run(folder)
+    for batch in run.batches(epochs=3):
+        update = run.step(batch, loss_fn=gans.critic_loss, optimizer="d")
+        if run.number % gans.CYCLE == gans.CYCLE - 1:
+            run.step(batch, loss_fn=gans.generator_loss, optimizer="g")
+        hook(run, update)
+    return run, [optimizer.param_groups[0]["lr"] for optimizer in run.optimizer.values()]
+
+
 SCRIPTS = {script.__name__: script for script in (student, language_model, vision, plain)}
 
 
@@ -177,3 +197,51 @@ def test_stopped_once_it_ends_where_it_would_have(ranks, tmp_path, name, first, 
     if name == "language_model":  # it was stopped early, and by its own rule
         losses = [loss for _, loss in whole[0][1]]
         assert len(losses) < 15 and losses.index(min(losses)) == len(losses) - 3
+
+
+KILLED = {**SCRIPTS, "gan": gan}
+FULL = pytest.mark.full
+
+
+def evener_run(nproc, *arguments):
+    command = [sys.executable, "-m", "evener", "run", "--nproc", str(nproc), "--cpu", "--set", "save_every=2"]
+    return subprocess.run(
+        [*command, "-m", "tests.test_evening_scripts", *map(str, arguments)], cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("language_model", 3, 1), *(pytest.param(name, *worlds, marks=FULL) for name in ("student", "vision", "gan") for worlds in ((1, 3), (3, 1)))],
+)  # fmt: skip
+def test_killed_once_it_ends_where_it_would_have(ranks, tmp_path, name, first, second):
+    """SIGKILL of the last rank in the body of update 5 (or 6); then the same command on another number of processes."""
+    killed = evener_run(first, name, tmp_path / "run", 5)
+    assert killed.returncode != 0 and "SIGKILL" in killed.stdout, killed.stdout
+    done = evener_run(second, name, tmp_path / "run")
+    assert done.returncode == 0 and re.search(r"continues \S+ after \d updates", done.stdout), done.stdout
+    digest, measured = ranks(1)(whole, name, str(tmp_path / "whole"))[0]
+    assert f"end {digest} {measured}\n" in done.stdout
+
+
+def whole(name, folder, kill_at=None):
+    """The script's end: its digest and what it measured."""
+
+    def hook(run, update):
+        if kill_at is not None and update.number >= kill_at and run.rank == run.world_size - 1:
+            deadline = time.monotonic() + 60
+            while not list(Path(folder, "checkpoints").glob("update-*")) and time.monotonic() < deadline:
+                time.sleep(0.1)  # checkpoints are written behind the training
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run, measured = KILLED[name](folder, hook)
+    with run:
+        return run.digest(), measured
+
+
+if __name__ == "__main__":
+    name, folder, *kill_at = sys.argv[1:]
+    end = whole(name, folder, *map(int, kill_at))
+    if evener.rank() == 0:
+        print("end", *end)

@@ -93,6 +93,6 @@ def test_gpt_learns_evaluates_and_writes(tmp_path):
 )
 def test_gpt_runs_under_python_and_torchrun_too(launcher, tmp_path):
     tiny = ("--updates", 3, "--batch", 6, "--length", 16, "--width", 16, "--layers", 1, "--heads", 2)
-    output = run_example(tmp_path, "gpt.py", *tiny, seconds=150, launcher=launcher)
+    output = run_example(tmp_path, "gpt.py", *tiny, seconds=400, launcher=launcher)
     assert f"global batch 6 = {'2 ranks' if launcher else '1 rank'} x" in output
     assert "bits per byte on new text" in output

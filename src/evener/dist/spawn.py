@@ -85,18 +85,14 @@ def _packed(fn: Callable[..., Any], nproc: int, args: Sequence[Any]) -> bytes:
             fix = ["evener.spawn(fn, nproc, args): fn(*args) is called; the rank is evener.rank()"]
             raise UsageError(f"{name} cannot be called with args={tuple(args)!r}: {error}.", fix=fix) from None
     if here().world_size > 1:
-        raise UsageError(
-            f"spawn() inside a job of {here().world_size} processes.",
-            fix=["call it from a notebook or a plain `python`", "or start the script with `evener run`, without spawn"],
-        )
+        fix = ["call it from a notebook or a plain `python`", "or start the script with `evener run`, without spawn"]
+        raise UsageError(f"spawn() inside a job of {here().world_size} processes.", fix=fix)
     try:
         return bytes(cloudpickle.dumps((fn, tuple(args), sys.argv)))
     except Exception as error:
-        raise UsageError(
-            f"{name}, or what it refers to, cannot be copied to another process.",
-            evidence=[f"{type(error).__name__}: {error}"],
-            fix=["make it inside the function: files, locks, generators, a Run", "or pass it as one of args"],
-        ) from error
+        what = f"{name}, or what it refers to, cannot be copied to another process."
+        fix = ["make it inside the function: files, locks, generators, a Run", "or pass it as one of args"]
+        raise UsageError(what, evidence=[f"{type(error).__name__}: {error}"], fix=fix) from error
 
 
 class _Rank:
@@ -263,10 +259,11 @@ def rank_main() -> None:
         threading.Thread(target=lambda: os.read(alive, 1) or os._exit(1), daemon=True).start()
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
+        from evener.dist import Group, comm
         from evener.dist.device import device
-        from evener.dist.group import Group
 
         Group(device(), timeout=timeout, store_dir=store)
+        comm.barrier()  # all have met: a rank whose fn is over at once would break the connections still being made
         message: tuple[str, float, Any, str, Any] = ("result", time.time(), fn(*args), "", [])
     except SystemExit as error:
         done = error.code is None or error.code == 0
