@@ -106,8 +106,8 @@ print("ENDED", flush=True)
 """
 
 
-def run(tmp_path, *args, seconds="8s", nproc=2, words=()):
-    (tmp_path / "train.py").write_text(SCRIPT.format(root=ROOT))
+def run(tmp_path, *args, seconds="8s", nproc=2, words=(), script=None):
+    (tmp_path / "train.py").write_text(script or SCRIPT.format(root=ROOT))
     return subprocess.run(
         [sys.executable, "-m", "evener", "run", "--nproc", str(nproc), "--cpu", "--hang-after", seconds, *words, "train.py", *args],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -152,6 +152,38 @@ def test_ranks_that_wait_for_each_other_in_different_calls(tmp_path):
         "rank 1 waits in phase script (recv), at train.py:" in text
         and "rank 0 waits in phase script (all_reduce)" in text
     ), text
+    assert "in different calls: rank 0: all_reduce of [1] Float, call " in text and "rank 1: recv" in text, text
+
+
+PLAIN = """
+import os, sys, time
+import torch
+from torch import distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+until = time.monotonic() + 12
+while sys.argv[1] != "calls" and time.monotonic() < until:  # longer than the time-out: at work, or seen to be
+    sum(range(10**6)) if sys.argv[1] == "works" else (print("so far", flush=True), time.sleep(0.5))
+dist.barrier()
+if sys.argv[1] == "calls":
+    dist.all_reduce(torch.ones(5, 2)) if rank else dist.broadcast(torch.ones(3), 0)
+print("ENDED", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "what", ["calls", *(pytest.param(one, marks=FULL) for one in ("works", "prints"))], ids=lambda one: one
+)
+def test_a_script_without_run_is_watched_too(tmp_path, what):
+    """Waiting for nothing is a hang; using the CPU, or printing, is none."""
+    done = run(tmp_path, what, script=PLAIN)
+    if what != "calls":
+        assert done.returncode == 0 and "ENDED" in done.stdout, done.stderr
+        return
+    text = done.stderr[done.stderr.index("evener: rank") :]
+    assert text.startswith("evener: ranks 0, 1 wait for each other: nothing was done for 8 s\n"), text
+    assert "rank 0: broadcast of [3] Float, call 2 of group default_pg" in text, text
+    assert "rank 1: all_reduce of [5, 2] Float, call 2 of group default_pg" in text, text
 
 
 @pytest.mark.full
@@ -166,13 +198,17 @@ def test_when_it_is_a_hang(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     beats = tmp_path / "beats"
     beats.mkdir()
-    hang = Hang(str(beats), 60.0)
+    hang = Hang(str(beats), str(tmp_path), 60.0)
 
     def after(seconds):
         clock[0] += seconds
         return hang.is_there({0: os.getpid()})
 
-    assert not after(1000)  # no Run has begun
+    log = tmp_path / "rank0.log"
+    log.write_text("so far")
+    assert not after(59) and not after(0) and after(60)  # no Run has begun: what the ranks write counts
+    log.write_text("so far, and on")
+    assert not after(59) and not after(0)
     for rank in range(2):
         (beats / f"rank{rank}").touch()
     assert not after(50) and not after(50)
@@ -233,7 +269,7 @@ def test_the_phase_is_read_from_the_stack():
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("soon", "--hang-after=soon is no time."), ("0.5", "--hang-after 0.5: at least one second.")]
+    ("word", "said"), [("soon", "--hang-after=soon is no time."), ("0.5", "--hang-after 0.5: at least 1 s.")]
 )
 def test_a_bad_time_is_one_clear_error(tmp_path, word, said, capsys):
     from evener.cli import main

@@ -171,12 +171,7 @@ for update in run.updates(updates=10_000):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name, whom",
-    [
-        (name, whom)
-        for name in ("SIGTERM", "SIGUSR1", "SIGUSR2")
-        for whom in ("launcher", "one rank", "every process")
-        if (name, whom) != ("SIGTERM", "every process")  # it ends data workers: docs/several-machines.md
-    ],
+    [(name, whom) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") for whom in ("launcher", "one rank", "every process")],
 )
 def test_a_request_to_stop_is_one_request_however_many_get_it(tmp_path, name, whom):
     (tmp_path / "trains.py").write_text(TRAINS)

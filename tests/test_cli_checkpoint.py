@@ -112,3 +112,12 @@ def test_the_verb_is_a_process_with_torch_of_its_own(run_dir):
         [sys.executable, "-m", "evener", "checkpoint", "ls", str(run_dir)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and "update-10" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["ls"], ["verify"], ["export"]], ids=lambda one: "".join(one) or "itself")
+def test_every_help_has_an_example(words, capsys):
+    from evener.cli.checkpoint import parser
+
+    with pytest.raises(SystemExit):
+        parser().parse_args([*words, "--help"])
+    assert f"  evener checkpoint {words[0] if words else 'ls'} runs/digits" in capsys.readouterr().out

@@ -38,7 +38,7 @@ def request_of(*argv: str):
         (["--nproc", "2", "--", "train.py", "--", "-m"], "train.py", False, ("--", "-m")),
         (["--nproc=2", "-m", "pkg.train", "--help"], "pkg.train", True, ("--help",)),
         (["-m", "pkg.train", "--", "x"], "pkg.train", True, ("x",)),
-        (["--set", "a=1", "--tee", "all", "train.py", "x y"], "train.py", False, ("x y",)),
+        (["--set", "seed=1", "--tee", "all", "train.py", "x y"], "train.py", False, ("x y",)),
     ],
 )
 def test_everything_after_the_script_belongs_to_the_script(folder, argv, script, module, args):
@@ -48,9 +48,10 @@ def test_everything_after_the_script_belongs_to_the_script(folder, argv, script,
 
 
 def test_overrides_are_json_or_words(folder):
-    words = ["lr=1e-3", "strategy=fsdp", "exact=true", 'p={"a": [1]}', "empty=", "eq=a=b"]
+    words = ["max_grad_norm=1e-3", "strategy=fsdp", "exact=true", 'precision={"a": [1]}', "dir=", "weights=a=b"]
     given = [item for word in words for item in ("--set", word)]
-    expected = {"lr": 1e-3, "strategy": "fsdp", "exact": True, "p": {"a": [1]}, "empty": "", "eq": "a=b"}
+    expected = {"max_grad_norm": 1e-3, "strategy": "fsdp", "exact": True, "precision": {"a": [1]}, "dir": ""}
+    expected["weights"] = "a=b"
     assert request_of(*given, "train.py").overrides == expected
 
 

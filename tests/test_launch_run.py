@@ -6,6 +6,7 @@ Every run costs seconds (torch's agent imports torch), so one run serves as many
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -174,6 +175,9 @@ def test_the_cause_is_named_before_the_rank_that_lost_its_peer(tmp_path):
     assert re.fullmatch(r"  at .*fails\.py:11 in load: raise ValueError\(f\"bad row \{row\}\"\)", report[1])
     assert report[2].startswith("  rank 0 failed as a consequence: RuntimeError") or "rank 0 was stopped" in report[2]
     assert report[-1].startswith("  logs: runs/logs/") and "rank1.log" in report[-1]
+    # Rank 0 is what one sees: the traceback of the rank that failed is shown too, before the report.
+    shown = done.stderr[: done.stderr.index("evener: rank")]
+    assert "[rank 1] Traceback (most recent call last):" in shown and "[rank 1] ValueError: bad row 2" in shown
     # No banner and no traceback of the launcher: its own words are in agent.log.
     for noise in ("ChildFailedError", "torch/distributed/run.py", "shim.py", "runpy", "=====", "Root Cause"):
         assert noise not in done.stderr, noise
@@ -184,6 +188,25 @@ def test_the_cause_is_named_before_the_rank_that_lost_its_peer(tmp_path):
     first, second = record["ended"]["errors"]
     assert first["type"] == "RuntimeError" and second["type"] == "ValueError"
     assert second["where"]["line"] == 11 and "bad row" in second["traceback"]
+
+
+CALLS = """
+from datetime import timedelta
+import torch
+from torch import distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+dist.barrier()
+dist.all_reduce(torch.ones(5, 2)) if dist.get_rank() else dist.broadcast(torch.ones(3), 0)
+dist.barrier()
+"""
+
+
+def test_calls_that_do_not_match_are_named_at_the_time_out(tmp_path):
+    (tmp_path / "calls.py").write_text(CALLS)
+    done = run("--nproc", 2, "--cpu", "calls.py", cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("  in different calls: ")]
+    assert "rank 0: broadcast of [3] Float, call " in line and "rank 1: all_reduce of [5, 2] Float, call " in line
 
 
 @pytest.mark.parametrize(
@@ -294,6 +317,23 @@ def test_a_kill_of_launcher_agent_or_rank_leaves_no_data_worker(job, tmp_path, w
     assert not gone_after(processes, 30)
     print(f"{whom}: all gone after {time.monotonic() - started:.2f} s")
     one.finish()
+
+
+def test_what_killed_launchers_left_is_swept_and_nothing_else(tmp_path):
+    from evener.launch.supervise import _sweep
+
+    def folder(name: str, *, age: float = 3600.0, lock: bool = True) -> Path:
+        (path := tmp_path / name).mkdir()
+        (path / ("lock" if lock else "store")).touch()
+        os.utime(next(path.iterdir()), (time.time() - age,) * 2)
+        return path
+
+    dead, young, held = folder("evener-dead"), folder("evener-young", age=0.0), folder("evener-held")
+    others = [folder("evener-first-0", lock=False), folder("another")]
+    with (held / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _sweep(str(tmp_path))
+    assert not dead.exists() and all(one.exists() for one in (young, held, *others))
 
 
 # --- the console ----------------------------------------------------------------------------------------------------

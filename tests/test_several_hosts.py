@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -281,7 +282,7 @@ def test_when_the_meeting_itself_breaks_all_hosts_end_at_once(head, monkeypatch,
             until = time.monotonic() + LONG
             while tie.tick() != "failed":
                 assert time.monotonic() < until
-            verdict = tie.ended(Ending(1, None), "")
+            verdict = tie.ended(Ending(1))
             assert (verdict.code, verdict.again) == (1, False) and "ZeroDivisionError" in verdict.text
         else:
             with pytest.raises(LaunchError, match=r"meeting broke.*ZeroDivisionError"):
@@ -292,6 +293,38 @@ def test_when_the_meeting_itself_breaks_all_hosts_end_at_once(head, monkeypatch,
             one.connection.close()
     head.join(LONG)
     assert not head.is_alive()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b'{"hi": 1}\n'], ids=["http", "closes", "json"]
+)
+def test_another_program_at_the_heads_port_is_not_waited_for_for_ever(answer, capsys):
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(0.2)
+    over = threading.Event()
+
+    def program() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                connection.sendall(answer)
+                connection.close()
+
+    thread = threading.Thread(target=program)
+    thread.start()
+    port = server.getsockname()[1]
+    tie = Tie(Layout(2, 2, "127.0.0.1", port), {}, 2.0, 0, None)
+    try:
+        with pytest.raises(
+            LaunchError, match=f"The head 127.0.0.1:{port} was not reached within 2 s: it answers, but not"
+        ):
+            tie.gather(None, 0)
+    finally:
+        over.set()
+        thread.join(LONG)
+        tie.close()
+        server.close()
+    assert "waiting for the head" in capsys.readouterr().err
 
 
 # --- something breaks -------------------------------------------------------------------------------------------------

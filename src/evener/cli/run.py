@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.parser import Parser
-from evener.errors import EXIT_STOPPED, EvenerError, LaunchError, UsageError, nearest
+from evener.errors import EXIT_STOPPED, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Take the idle GPUs of this machine (or those you say) under a lease, start SCRIPT once per GPU, as `python SCRIPT` would
-run it, and stay until all have ended. Without a GPU it runs on the CPU, once or N times.
+run it, and stay until all have ended. Without a GPU: one process on the CPU, or N with --nproc N.
 Any PyTorch script runs unchanged: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by torchrun.
 Rank 0 is shown here; every rank has a log file. When a rank fails, its error is named first, and the exit code is its.
 """
@@ -49,6 +49,42 @@ examples:
 """
 
 
+_ONE_VALUE = {
+    "-m": ("MODULE", "run a module instead of a script file"),
+    "--gpus": ("WHICH", "auto (all idle ones of one kind; the default), 2, 0,3, or UUIDs; `3,` is GPU 3"),
+    "--min-free": ("SIZE", "only GPUs with so much free memory: 20GB, 20GiB"),
+    "--model": ("NAME", "only GPUs whose name has this in it: A100"),
+    "--lock-folder": ("DIR", "another folder of GPU leases than this machine's"),
+    "--nproc": ("N", "how many processes (default: one per GPU, or 1 without a GPU)"),
+    "--plan": ("FILE", "what `evener plan --json` chose: how many processes, and how the step is cut"),
+    "--hang-after": (
+        "TIME",
+        "when nothing was done for so long: name rank, phase and line, and end or restart the job",
+    ),
+    "--nodes": ("N", "several hosts, the same command on each; 2:3 is an elastic range (read under Slurm, Kubernetes)"),
+    "--head": ("HOST:PORT", "where the hosts meet, on one of them; this port and the next are used"),
+    "--node-rank": ("R", "this host's place; 0 is the head (default: by arrival)"),
+    "--trainjob": ("IMAGE", "print a Kubeflow TrainJob for this command; start nothing"),
+}
+_WITH_DEFAULT = {
+    "--log-dir": ("DIR", os.path.join("runs", "logs"), "logs go to DIR/<time>-<script>-<id>/"),
+    "--restarts": ("N", "0", "after a failure start again from the last checkpoint, N times at most (default: 0)"),
+    "--restart-wait": ("TIME", "1min", "the longest wait before a restart; it doubles from 1 s (default: 1min)"),
+    "--join-timeout": ("TIME", "5min", "how long to wait for the other hosts (default: 5min)"),
+}
+_SWITCHES = {
+    "--share": "also take GPUs that other processes use (never leased ones)",
+    "--no-lease": "take idle GPUs without a lease: others may take them too",
+    "--no-numa": "do not bind ranks to the CPUs near their GPU",
+    "--cpu": "run on the CPU and hide the GPUs from all processes",
+    "--accept-changed-data": "continue with another number of rows: their order begins with the next epoch",
+    "--requeue": "after a stop that was saved: scontrol requeue $SLURM_JOB_ID",
+    "--detach": "go on without this terminal; the output goes to a file",
+    "--sbatch": "print a Slurm script for this command (--nodes, --gpus); start nothing",
+    "--dry-run": "print what would be started, and start nothing",
+}
+
+
 def parser() -> Parser:
     options = Parser(
         prog="evener run",
@@ -57,78 +93,20 @@ def parser() -> Parser:
         epilog=EXAMPLES,
     )
     add = options.add_argument
-    add("-m", metavar="MODULE", dest="module", help="run a module instead of a script file")
-    add(
-        "--gpus", metavar="WHICH", help="auto (all idle ones of one kind; the default), 2, 0,3, or UUIDs; `3,` is GPU 3"
-    )
-    add("--min-free", metavar="SIZE", help="only GPUs with so much free memory: 20GB, 20GiB")
-    add("--model", metavar="NAME", help="only GPUs whose name has this in it: A100")
-    add(
-        "--wait",
-        metavar="TIME",
-        nargs="?",
-        const="",
-        help="wait for the GPUs; --wait=90, --wait=10min: so long at most",
-    )
-    add("--share", action="store_true", help="also take GPUs that other processes use (never leased ones)")
-    add("--no-lease", action="store_true", help="take idle GPUs without a lease: others may take them too")
-    add("--lock-folder", metavar="DIR", help="another folder of GPU leases than this machine's")
-    add("--no-numa", action="store_true", help="do not bind ranks to the CPUs near their GPU")
-    add("--nproc", metavar="N", help="how many processes (default: one per GPU, or 1 without a GPU)")
-    add("--cpu", action="store_true", help="run on the CPU and hide the GPUs from all processes")
-    add("--log-dir", metavar="DIR", default=os.path.join("runs", "logs"), help="logs go to DIR/<time>-<script>-<id>/")
-    add(
-        "--tee",
-        choices=("rank0", "all", "none"),
-        default="rank0",
-        help="which ranks to show here; all of them have log files (default: rank0)",
-    )
-    add(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="a keyword of evener.Run, above the script's own; VALUE is JSON or a plain word; repeatable",
-    )
-    add("--plan", metavar="FILE", help="what `evener plan --json` chose: how many processes, and how the step is cut")
-    add(
-        "--restarts",
-        metavar="N",
-        default="0",
-        help="after a failure start again from the last checkpoint, N times at most (default: 0)",
-    )
-    add(
-        "--hang-after",
-        metavar="TIME",
-        help="when a Run has made no update, and read no chunk of an evaluation, for so long: name the rank, the phase "
-        "and the line, and end (or restart) the job",
-    )
-    add(
-        "--accept-changed-data",
-        action="store_true",
-        help="continue although the dataset has another number of rows: their order begins with the next epoch",
-    )
-    add(
-        "--debug",
-        nargs="?",
-        const="all",
-        choices=("all", "single"),
-        help="slow, and says where a fault is: NaN traced, kernels waited for, collectives compared, NCCL's log kept; "
-        "--debug=single: on one process first",
-    )
-    add(
-        "--nodes",
-        metavar="N",
-        help="several hosts, the same command on each; 2:3 is an elastic range (Slurm, Kubernetes and SkyPilot say it)",
-    )
-    add("--head", metavar="HOST:PORT", help="where the hosts meet, on one of them; this port and the next are used")
-    add("--node-rank", metavar="R", help="this host's place; 0 is the head (default: by arrival)")
-    add("--join-timeout", metavar="TIME", default="5min", help="how long to wait for the other hosts (default: 5min)")
-    add("--requeue", action="store_true", help="after a stop that was saved: scontrol requeue $SLURM_JOB_ID")
-    add("--detach", action="store_true", help="go on without this terminal; the output goes to a file")
-    add("--sbatch", action="store_true", help="print a Slurm script for this command (--nodes, --gpus); start nothing")
-    add("--trainjob", metavar="IMAGE", help="print a Kubeflow TrainJob for this command; start nothing")
-    add("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    for name, (value, text) in _ONE_VALUE.items():
+        add(name, metavar=value, help=text, dest="module" if name == "-m" else None)
+    for name, (value, default, text) in _WITH_DEFAULT.items():
+        add(name, metavar=value, default=default, help=text)
+    for name, text in _SWITCHES.items():
+        add(name, action="store_true", help=text)
+    text = "wait for the GPUs; --wait=90, --wait=10min: so long at most"
+    add("--wait", metavar="TIME", nargs="?", const="", help=text)
+    text = "which ranks to show here; all of them have log files (default: rank0)"
+    add("--tee", choices=("rank0", "all", "none"), default="rank0", help=text)
+    text = "a keyword of evener.Run, above the script's own; VALUE is JSON or a plain word; repeatable"
+    add("--set", metavar="KEY=VALUE", action="append", default=[], help=text)
+    text = "slow, and says where a fault is: NaN traced, collectives compared; --debug=single: on one process first"
+    add("--debug", nargs="?", const="all", choices=("all", "single"), help=text)
     return options
 
 
@@ -143,8 +121,6 @@ def main(argv: list[str]) -> int:
 
     from evener.launch import batch, command, detach, layout, machine
 
-    for word in given.set:
-        check_keyword(word)
     if given.gpus and request.cpu:
         raise UsageError(f"--cpu hides the GPUs, and --gpus {given.gpus} asks for some.", fix=["leave one of them out"])
     if not re.fullmatch(r"\d{1,6}", given.restarts):
@@ -153,15 +129,16 @@ def main(argv: list[str]) -> int:
         print(batch.text(given, own, target), end="")
         return 0
     hosts = layout.read(os.environ, given.nodes, given.head, given.node_rank)
-    if hosts is not None and hosts.task is not None and request.nproc not in (None, 1):
-        raise UsageError(
-            f"{hosts.source} started one task for every rank, and --nproc {request.nproc} asks for more in each.",
-            fix=["leave --nproc out", "or srun --ntasks-per-node=1 evener run SCRIPT"],
-        )
-    if hosts is not None and given.debug == "single":
-        raise UsageError("--debug=single is for one host.", fix=["--debug, or --debug=single --nodes 1 on one of them"])
-    if hosts is not None and request.nproc is None:
-        request = dataclasses.replace(request, nproc=hosts.nproc)
+    if hosts is not None:
+        if hosts.task is not None and request.nproc not in (None, 1):
+            raise UsageError(
+                f"{hosts.source} started one task for every rank, and --nproc {request.nproc} asks for more in each.",
+                fix=["leave --nproc out", "or srun --ntasks-per-node=1 evener run SCRIPT"],
+            )
+        if given.debug == "single":
+            fix = ["--debug, or --debug=single --nodes 1 on one of them"]
+            raise UsageError("--debug=single is for one host.", fix=fix)
+        request = dataclasses.replace(request, nproc=request.nproc or hosts.nproc)
     if given.requeue:
         batch.check_requeue(os.environ)
     if os.name != "posix" and not given.dry_run:
@@ -173,32 +150,34 @@ def main(argv: list[str]) -> int:
     environ = layout.environ_of(hosts, os.environ)
     gpus, lease = (machine.Gpus(()), None) if request.cpu else take_gpus(given, request.nproc, environ)
     here = machine.look(gpus)
+    nproc = command.processes(request, here)[0]
 
     def launch_of(attempt: int, round: Round | None = None, request: Request = request, run_id: str = run_id) -> Launch:
         return command.decide(request, here, environ, run_id=run_id, cwd=os.getcwd(), attempt=attempt, round=round)
 
     if given.dry_run:
-        show(
-            launch_of(0, None if hosts is None else layout.sketch(hosts, command.processes(request, here)[0], run_id)),
-            hosts,
-        )
+        show(launch_of(0, None if hosts is None else layout.sketch(hosts, nproc, run_id)), hosts)
         return 0
     with lease if lease is not None else contextlib.nullcontext():
         if hosts is not None:
-            code = together(hosts, request, command.processes(request, here)[0], launch_of, run_id, given)
+            code = together(hosts, request, nproc, launch_of, run_id, given)
         else:
-            launch = launch_of(0)
-            if given.debug == "single" and launch.nproc > 1:
+            if given.debug == "single" and nproc > 1:
                 one = launch_of(0, None, dataclasses.replace(request, nproc=1), f"{run_id}-single")
-                code = carry_out(one, lambda attempt: one, 0)
+                code = one_attempt(one)[0].exit_code
                 if code != 0:
-                    print("evener: it fails on one process already: the others add nothing", file=sys.stderr)
+                    tell("it fails on one process already: the others add nothing")
                     return code
-                print(f"evener: one process ran to its end; now {launch.nproc}", file=sys.stderr)
-            code = carry_out(launch, launch_of, int(given.restarts))
+                tell(f"one process ran to its end; now {nproc}")
+            code = carry_out(launch_of, given)
     if given.requeue and code == EXIT_STOPPED and (hosts is None or not hosts.rank):
         batch.requeue(os.environ)
     return code
+
+
+def tell(text: str) -> None:
+    if text:
+        print(f"evener: {text}", file=sys.stderr)
 
 
 def show(launch: Launch, hosts: Layout | None) -> None:
@@ -214,30 +193,28 @@ def show(launch: Launch, hosts: Layout | None) -> None:
     print(launch.command)
 
 
-def carry_out(launch: Launch, launch_of: Callable[[int], Launch], restarts: int) -> int:
+def carry_out(launch_of: Callable[[int], Launch], given: argparse.Namespace) -> int:
     """Until it has ended well, or was stopped, or has failed too often. Returns the exit code."""
     import time
 
     from evener.launch.restart import Attempt, seconds_to_wait, why_again
 
     attempts: list[Attempt] = []
+    restarts, longest = int(given.restarts), to_seconds(given, "restart_wait", 0.1)
     while True:
-        ending, text, seconds = one_attempt(launch)
+        ending, seconds = one_attempt(launch_of(len(attempts)))
         attempts.append(Attempt(ending, seconds))
-        if text:
-            print(f"evener: {text}", file=sys.stderr)
-        wait = seconds_to_wait(attempts, restarts)
+        tell(ending.text)
+        wait = seconds_to_wait(attempts, restarts, longest)
         if not isinstance(wait, float):
-            if wait is not None:
-                print(f"evener: {wait}", file=sys.stderr)
+            tell(wait or "")
             return ending.exit_code
-        print(f"evener: {why_again(attempts, restarts)} in {wait:.0f} s", file=sys.stderr)
+        tell(f"{why_again(attempts, restarts)} in {wait:.0f} s")
         time.sleep(wait)
-        launch = launch_of(len(attempts))
 
 
-def one_attempt(launch: Launch, others: Callable[[], str | None] = lambda: None) -> tuple[Ending, str, float]:
-    """How it ended, what is said about it, and how many seconds it took."""
+def one_attempt(launch: Launch, others: Callable[[], str | None] = lambda: None) -> tuple[Ending, float]:
+    """How it ended, with what is said about it, and how many seconds it took."""
     import time
 
     from evener.cli.explain import explain_run
@@ -247,7 +224,8 @@ def one_attempt(launch: Launch, others: Callable[[], str | None] = lambda: None)
     kills, started = oom_kills(), time.monotonic()
     ending = supervise(launch, os.environ, others)
     seconds = time.monotonic() - started
-    return ending, "" if ending.error is None else explain_run(ending.error, launch.logs, started, kills), seconds
+    text = "" if ending.error is None else explain_run(ending.error, launch.logs, started, kills)
+    return dataclasses.replace(ending, text=text), seconds
 
 
 def together(
@@ -259,26 +237,21 @@ def together(
     given: argparse.Namespace,
 ) -> int:
     """The same on several hosts: they meet, start, and end together. Returns the exit code, the same on all of them."""
-    from evener.gpus.pick import parse_seconds
     from evener.launch.head import join
 
-    wait = parse_seconds(given.join_timeout, "--join-timeout")
-    what = " ".join(
-        [*(("-m",) if request.module else ()), request.script, *request.args, *map(repr, sorted(given.set))]
-    )
+    times = to_seconds(given, "join_timeout"), int(given.restarts), to_seconds(given, "restart_wait", 0.1)
+    module = ["-m"] if request.module else []
+    what = " ".join([*module, request.script, *request.args, *map(repr, sorted(given.set))])
     job, attempt = None, 0
-    with join(hosts, run_id, wait, int(given.restarts), nproc, what) as tie:
+    with join(hosts, run_id, nproc, what, *times) as tie:
         while True:
             round = tie.gather(job, attempt)
             launch = launch_of(round.attempt, round, run_id=round.job)
-            ending, text, _ = one_attempt(launch, tie.tick)
-            verdict = tie.ended(ending, text)
+            verdict = tie.ended(one_attempt(launch, tie.tick)[0])
             if verdict.text:
-                logs = "" if verdict.host == round.name else f"\n  logs of this host: {launch.logs}"
-                host = "" if verdict.host == round.name else f"{verdict.host}: "
-                print(f"evener: {host}{verdict.text}{logs}", file=sys.stderr)
-            if verdict.why:
-                print(f"evener: {verdict.why}", file=sys.stderr)
+                own = verdict.host == round.name
+                tell(verdict.text if own else f"{verdict.host}: {verdict.text}\n  logs of this host: {launch.logs}")
+            tell(verdict.why)
             if not verdict.again:
                 return verdict.code
             job, attempt = round.job, round.attempt + 1
@@ -307,10 +280,8 @@ def split(argv: list[str], options: argparse.ArgumentParser) -> tuple[list[str],
             keyword = name[2:].replace("-", "_")
             if "--set" in takes_value and keyword in keywords_of_run():
                 close = f"--set {keyword}={'VALUE' if equals else 'true'}"
-            raise UsageError(
-                f"{name} is not an option of `{options.prog}`.",
-                fix=[*([close] if close else []), f"options of the script go after the script; {options.prog} --help"],
-            )
+            fix = [*([close] if close else []), f"options of the script go after the script; {options.prog} --help"]
+            raise UsageError(f"{name} is not an option of `{options.prog}`.", fix=fix)
         i += 1 if equals or not takes_value[name] else 2
         if name == "-m":  # what follows the module belongs to it
             return argv[:i], argv[i:]
@@ -328,10 +299,9 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
     from evener.launch.command import Request
 
     if given.module is not None:
-        script, args = given.module, target[1:] if target[:1] == ["--"] else target
+        target = [given.module, *(target[1:] if target[:1] == ["--"] else target)]
     elif target:
-        script, args = target[0], target[1:]
-        check_script(script)
+        check_script(target[0])
     else:
         raise UsageError("evener run: which script?", fix=["evener run SCRIPT [ARGS ...], or -m MODULE; --help"])
     nproc = None if given.nproc is None else to_count(given.nproc)
@@ -344,9 +314,10 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
             fix = [f"--nproc {ranks}, or leave it out", f"evener plan --nproc {nproc} makes another plan"]
             raise UsageError(f"{given.plan} is a plan for {ranks} processes, not {nproc}.", fix=fix)
         nproc = nproc or ranks
+    flags = {"accept_changed_data": True} if given.accept_changed_data else {}
     return Request(
-        script=script,
-        args=tuple(args),
+        script=target[0],
+        args=tuple(target[1:]),
         module=given.module is not None,
         nproc=nproc,
         decided=planned.get("decided", {}),
@@ -356,10 +327,8 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         logs=given.log_dir,
         tee=given.tee,
         debug=given.debug is not None,
-        hang_after=None if given.hang_after is None else to_seconds(given.hang_after, "--hang-after"),
-        overrides=planned.get("overrides", {})
-        | dict(to_override(word) for word in given.set)
-        | ({"accept_changed_data": True} if given.accept_changed_data else {}),
+        hang_after=None if given.hang_after is None else to_seconds(given, "hang_after", 1.0),
+        overrides=planned.get("overrides", {}) | dict(map(to_override, given.set)) | flags,
     )
 
 
@@ -384,8 +353,6 @@ def take_gpus(given: argparse.Namespace, nproc: int | None, environ: Mapping[str
     pick.refuse_trouble(snapshot)
     if given.dry_run:
         picked = pick.choose(wish, pick.universe(snapshot, environ))
-        if isinstance(picked, EvenerError):
-            raise picked
     else:
         picked = pick.pick(wish, environ, lock_folder=folder.path, say=pick.say_on_stderr)
     kinds = ", ".join(dict.fromkeys(gpu.name or "no name" for gpu in picked.gpus))
@@ -423,33 +390,30 @@ def to_count(word: str) -> int:
     raise UsageError(f"--nproc {word} is not a number.", fix=fix)
 
 
-def to_seconds(word: str, option: str) -> float:
+def to_seconds(given: argparse.Namespace, name: str, least: float = 0.0) -> float:
     from evener.gpus.pick import parse_seconds
 
+    option, word = f"--{name.replace('_', '-')}", getattr(given, name)
     seconds = parse_seconds(word, option)
-    if seconds < 1:
-        raise UsageError(f"{option} {word}: at least one second.", fix=[f"{option} 10min"])
+    if seconds < least:
+        raise UsageError(f"{option} {word}: at least {least:g} s.", fix=[f"{option} 10min"])
     return seconds
 
 
 def to_override(word: str) -> tuple[str, Any]:
+    """A keyword that Run does not have is one error here, instead of one per rank after torch was imported."""
     key, equals, text = word.partition("=")
     if not equals or not key.isidentifier():
         raise UsageError(f"--set {word}: not KEY=VALUE.", fix=["--set microbatch_size=8"])
+    known = keywords_of_run()
+    if key not in known:
+        close = nearest(key, known)
+        fix = [f"--set {close}={text} is the closest"] * (close is not None) + ["docs/keywords.md has all of them"]
+        raise UsageError(f"--set {word}: evener.Run has no keyword {key!r}.", fix=fix)
     try:
         return key, json.loads(text)
     except ValueError:
         return key, text
-
-
-def check_keyword(word: str) -> None:
-    """A keyword that Run does not have is one error here, instead of one per rank after torch was imported."""
-    key, _, value = word.partition("=")
-    known = keywords_of_run()
-    if key not in known:
-        close = nearest(key, known)
-        fix = [f"--set {close}={value} is the closest"] * (close is not None) + ["docs/keywords.md has all of them"]
-        raise UsageError(f"--set {word}: evener.Run has no keyword {key!r}.", fix=fix)
 
 
 def check_script(path: str) -> None:

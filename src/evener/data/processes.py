@@ -26,6 +26,9 @@ _PR_SET_PDEATHSIG = 1
 class Start:
     """Runs first in each worker: it will end with its rank, even out of a stuck row; then the user's worker_init_fn.
 
+    A batch system that stops a job sends TERM to its workers too, and the rank still wants rows for the update in work:
+    they leave that request to the rank, which ends them by KILL.
+
     The kernel's parent-death signal is sent when the *thread* that started the worker ends, and under a fork server the
     parent is that server. `by_signal` is for where both are the rank itself; elsewhere a thread watches.
     """
@@ -41,6 +44,9 @@ class Start:
                 os._exit(1)
         else:
             threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+        signal.signal(
+            signal.SIGTERM, lambda signum, frame: None
+        )  # unlike SIG_IGN, programs it starts do not inherit it
         if self.then is not None:
             self.then(worker)
 

@@ -4,17 +4,15 @@ Nothing here starts a process, makes a folder or reads the environment: `decide`
 `--dry-run` prints exactly what would run and tests compare it.
 
 **Rendezvous without a listening socket.** torch's c10d rendezvous over TCP listens on every interface, without
-authentication, and unpickles what it reads there. On one machine two settings avoid it: a file store in a private
-folder (`store_type=file`), and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which the agent opens a TCP store for the
-ranks all the same (and restarted ranks would read the addresses of dead ones from it). The third part is evener's own
-process group, which uses the file store named in the plan. MASTER_ADDR and MASTER_PORT are still set by the agent:
-a script that calls `init_process_group()` itself gets its store there, and that one does listen.
+authentication, and unpickles what it reads there. On one machine a file store in a private folder (`store_type=file`)
+and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 avoid it (without the second the agent opens a TCP store for the ranks all the
+same, and restarted ranks read the addresses of dead ones from it), and evener's own group has the file store named in
+the plan. A script that calls `init_process_group()` itself gets torch's store at MASTER_PORT, and that one listens.
 
 **GPUs.** They were chosen (and leased) before. All of them stay visible to all ranks, as one list: unchanged scripts
-call `torch.cuda.set_device(LOCAL_RANK)`, and NCCL needs to see its peers. One GPU per process by the environment would
-break both. CUDA_DEVICE_ORDER=PCI_BUS_ID makes an index mean what nvidia-smi shows. With one rank per GPU on a machine
-with several memory nodes, a rank is bound to the CPUs of its GPU's node (by the shim: torchrun's --numa-binding needs
-the program numactl, and starts CUDA in the agent).
+call `torch.cuda.set_device(LOCAL_RANK)`, and NCCL needs to see its peers. With one rank per GPU on a machine with
+several memory nodes, the shim binds a rank to the CPUs of its GPU's node (torchrun's --numa-binding needs the program
+numactl, and starts CUDA in the agent).
 """
 
 from __future__ import annotations
@@ -134,6 +132,7 @@ def decide(
     if round is not None:  # hosts may share the disk of the logs, and one host may have several members
         run_id = f"{run_id}-node{round.node_rank}"
     private = os.path.join(machine.temporary, f"evener-{run_id}")
+    logs = os.path.join(cwd, request.logs, run_id)
     plan = LaunchPlan(
         run_id=job,
         device="cpu" if request.cpu else None,
@@ -144,18 +143,23 @@ def decide(
         attempt=attempt,
         beats=None if request.hang_after is None else os.path.join(private, "beats"),
     )
+    on_cpu = request.cpu or not machine.gpus.words
+    notes = [f"{nproc} process{'es' if nproc > 1 else ''} on {'the CPU' if on_cpu else machine.gpus.text}{why}"]
+    wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GLOO_SOCKET_IFNAME": machine.loopback}
     if round is None:
         env = {VARIABLE: os.path.join(private, "plan.json"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    else:  # the value itself: hosts need not share a disk
-        env = {VARIABLE: plan.to_json()}
+    else:
+        env = {VARIABLE: plan.to_json()}  # the value itself: hosts need not share a disk
+        # By its own name a host may be 127.0.1.1: gloo and NCCL get the interface that leads to the head.
+        wanted |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), round.interface)
+        last = f"-{round.first_rank + nproc - 1}" if nproc > 1 else ""
+        notes[0] += f", rank{'s' * bool(last)} {round.first_rank}{last} of {round.world}"
     if request.cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
         # Without it, accelerate on a machine without GPUs takes every rank for a job of its own, and says nothing.
-        if "ACCELERATE_USE_CPU" not in environ:
-            env["ACCELERATE_USE_CPU"] = "true"
+        wanted["ACCELERATE_USE_CPU"] = "true"
     elif machine.gpus.words:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.gpus.words)
-    notes = [f"{nproc} process{'es' if nproc > 1 else ''} on {_where(request, machine)}{why}"]
     cpus = _near_cpus(request, machine, nproc)
     if cpus:
         notes.append("ranks bound to the CPUs of their GPU's memory node")
@@ -166,25 +170,15 @@ def decide(
             threads, how = near, f"{near} CPUs per rank on the smallest memory node"
         env["OMP_NUM_THREADS"] = str(max(1, threads))
         notes.append(f"OMP_NUM_THREADS={max(1, threads)} ({how})")
-    on_cpu = request.cpu or not machine.gpus.words
     if request.debug:
-        env |= debug.environment(os.path.join(cwd, request.logs, run_id), environ)
-    wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GLOO_SOCKET_IFNAME": machine.loopback}
-    if (
-        round is not None
-    ):  # by its own name a host may be 127.0.1.1: gloo and NCCL get the interface that leads to the head
-        wanted |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), round.interface)
-        last = round.first_rank + nproc - 1
-        notes[0] += (
-            f", rank{'s' if nproc > 1 else ''} {round.first_rank}{f'-{last}' if nproc > 1 else ''} of {round.world}"
-        )
+        wanted |= debug.environment(logs)
     env |= {name: value for name, value in wanted.items() if value and name not in environ}
     return Launch(
         run_id=run_id,
         nproc=nproc,
         tee=request.tee,
         private=private,
-        logs=os.path.join(cwd, request.logs, run_id),
+        logs=logs,
         plan=plan,
         # PET_* variables (Kubernetes sets them) are defaults for every option of the agent that is not given here.
         command=Command(
@@ -210,30 +204,20 @@ def _near_cpus(request: Request, machine: Machine, nproc: int) -> tuple[tuple[in
     return cpus if all(cpus) else ()
 
 
-def _where(request: Request, machine: Machine) -> str:
-    return "the CPU" if request.cpu or machine.gpus.words == () else machine.gpus.text
-
-
 def processes(request: Request, machine: Machine) -> tuple[int, str]:
     """How many, and why when it was not the user who said it."""
-    gpus = machine.gpus.words
-    if request.nproc is not None:
-        if request.nproc < 1:
-            raise UsageError(
-                f"--nproc {request.nproc}: at least one process is needed.",
-                fix=["--nproc N with N >= 1, or leave it out: one process per GPU"],
-            )
-        if not request.cpu and gpus is not None and request.nproc > max(1, len(gpus)):
-            seen = f"{len(gpus)} GPU{'s' if len(gpus) != 1 else ''}" if gpus else "no GPU"
-            raise DeviceError(
-                f"--nproc {request.nproc} asks for more processes than there are GPUs: {seen} chosen.",
-                evidence=[", ".join(gpus)] if gpus else [],
-                fix=[
-                    "add --cpu to run all processes on the CPU",
-                    *([f"--nproc {len(gpus)}: two processes on one GPU would share its memory"] if gpus else []),
-                ],
-            )
-        return request.nproc, ""
+    gpus, nproc = machine.gpus.words, request.nproc
+    if nproc is not None and nproc < 1:
+        fix = ["--nproc N with N >= 1, or leave it out: one process per GPU"]
+        raise UsageError(f"--nproc {nproc}: at least one process is needed.", fix=fix)
+    if nproc is not None and not request.cpu and gpus is not None and nproc > max(1, len(gpus)):
+        seen = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)}" if gpus else "no GPU"
+        fix = ["add --cpu to run all processes on the CPU"]
+        fix += [f"--nproc {len(gpus)}: two processes on one GPU would share its memory"] if gpus else []
+        text = f"--nproc {nproc} asks for more processes than there are GPUs: {seen} chosen."
+        raise DeviceError(text, evidence=[", ".join(gpus)] if gpus else [], fix=fix)
+    if nproc is not None:
+        return nproc, ""
     if request.cpu:
         return 1, " (--nproc N for more)"
     if gpus is None:
@@ -249,30 +233,29 @@ def _agent(
     request: Request, machine: Machine, private: str, nproc: int, run_id: str, round: Round | None
 ) -> tuple[str, ...]:
     """torch's elastic agent for this machine, and the shim as the program of every rank."""
-    meet: tuple[str, ...]
     if round is None:
-        meet = (
-            "--nnodes=1",
-            f"--nproc-per-node={nproc}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={os.path.join(private, 'rendezvous')}",
-            f"--rdzv-id={run_id}",
+        meet = {
+            "nnodes": 1,
+            "nproc-per-node": nproc,
+            "rdzv-backend": "c10d",
+            "rdzv-endpoint": os.path.join(private, "rendezvous"),
+            "rdzv-id": run_id,
             # The file store only ever grows: a heartbeat every 5 s, its default, is of no use to a single agent.
-            "--rdzv-conf=store_type=file,keep_alive_interval=3600",
-            "--local-addr=127.0.0.1",
-        )
+            "rdzv-conf": "store_type=file,keep_alive_interval=3600",
+            "local-addr": "127.0.0.1",
+        }
     else:
-        meet = (
-            f"--nnodes={round.nnodes}",
-            f"--nproc-per-node={nproc}",
-            f"--node-rank={round.node_rank}",
-            "--rdzv-backend=static",
-            f"--master-addr={round.head}",
-            f"--master-port={round.port}",
-            f"--rdzv-id={round.job}-{round.attempt}",
-            "--rdzv-conf=timeout=120",
-            f"--local-addr={round.local}",
-        )
+        meet = {
+            "nnodes": round.nnodes,
+            "nproc-per-node": nproc,
+            "node-rank": round.node_rank,
+            "rdzv-backend": "static",
+            "master-addr": round.head,
+            "master-port": round.port,
+            "rdzv-id": f"{round.job}-{round.attempt}",
+            "rdzv-conf": "timeout=120",
+            "local-addr": round.local,
+        }
     # The agent passes arguments through string.Template: a dollar sign has to be doubled to arrive as one.
     target = [arg.replace("$", "$$") for arg in (request.script, *request.args)]
     return (
@@ -280,7 +263,7 @@ def _agent(
         "-P",  # without it a file named like a standard module in the working directory would be the agent's
         "-m",
         "torch.distributed.run",
-        *meet,
+        *(f"--{name}={value}" for name, value in meet.items()),
         "--max-restarts=0",
         "--event-log-handler=console",  # one JSON line per rank at the end: the only place where exit codes are kept
         f"--log-dir={os.path.join(private, 'elastic')}",

@@ -21,9 +21,8 @@ from collections.abc import Mapping
 SLOWER = "2 to 5 times slower on a CPU, on a GPU not measured"
 
 
-def environment(logs: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of debug mode that `environ` does not have yet."""
-    wanted = {
+def environment(logs: str) -> dict[str, str]:
+    return {
         "CUDA_LAUNCH_BLOCKING": "1",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
         "NCCL_DEBUG": "INFO",
@@ -33,12 +32,11 @@ def environment(logs: str, environ: Mapping[str, str]) -> dict[str, str]:
         "TORCH_FR_DUMP_TEMP_FILE": os.path.join(logs, "flight_recorder_"),
         "PYTHONFAULTHANDLER": "1",
     }
-    return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def note(environ: Mapping[str, str], *, cpu: bool) -> str:
     """One line for the user: what is on, what stays theirs, what it costs."""
-    kept = sorted(name for name in environment("", {}) if name in environ)
+    kept = sorted(name for name in environment("") if name in environ)
     yours = f"; yours stay: {', '.join(kept)}" if kept else ""
     what = "NaN traced to its forward line, collectives compared"
     return f"debug: {what}{'' if cpu else ', kernels waited for, NCCL log kept'}{yours}; {SLOWER}"

@@ -27,7 +27,7 @@ from evener.launch.meeting import (
     interface_of,
     is_loopback,
 )
-from evener.launch.restart import Attempt, seconds_to_wait, why_again
+from evener.launch.restart import LONGEST_SECONDS, Attempt, seconds_to_wait, why_again
 from evener.launch.supervise import Ending
 
 SETTLE_SECONDS = 10.0  # an elastic job that has enough hosts waits so long for one more
@@ -36,15 +36,14 @@ LOST = {"code": 1, "stopped": False, "victim": False, "lost": True}  # the end o
 
 
 @contextlib.contextmanager
-def join(layout: Layout, job: str, wait: float, restarts: int, nproc: int, what: str) -> Iterator[Tie]:
+def join(layout: Layout, job: str, nproc: int, what: str, wait: float, restarts: int, longest: float) -> Iterator[Tie]:
     """This host's tie to the others, and the head's own side where this host is the head."""
-    server, head = listen(layout), None
+    server, head, at = listen(layout), None, None
     if server is not None:
-        head = Head(layout, server, job, wait, restarts)
+        head = Head(layout, server, job, wait, restarts, longest)
         head.start()
+        at = str(server.getsockname()[0]).replace("0.0.0.0", "127.0.0.1")
     label = None if layout.task is None else f"task {layout.rank}"
-    own = None if server is None else str(server.getsockname()[0])
-    at = "127.0.0.1" if own == "0.0.0.0" else own
     tie = Tie(layout, {"nproc": nproc, "what": what, "label": label}, wait, restarts, at)
     try:
         yield tie
@@ -100,15 +99,18 @@ class _OverError(Exception):
 class Head(threading.Thread):
     """The meeting's own side: who is here, when to go, who failed first. A thread of the head's launcher."""
 
-    def __init__(self, layout: Layout, server: socket.socket, job: str, wait_seconds: float, restarts: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        server: socket.socket,
+        job: str,
+        wait: float,
+        restarts: int,
+        longest: float = LONGEST_SECONDS,
+    ) -> None:
         super().__init__(daemon=True)
-        self.layout, self.server, self.job, self.wait_seconds, self.restarts = (
-            layout,
-            server,
-            job,
-            wait_seconds,
-            restarts,
-        )
+        self.layout, self.server, self.job, self.wait_seconds = layout, server, job, wait
+        self.restarts, self.longest = restarts, longest
         self.elastic = layout.least < layout.most
         self.attempt, self.attempts = 0, list[Attempt]()
         self.guests: list[_Guest] = []
@@ -306,7 +308,7 @@ class Head(threading.Thread):
             error = LaunchError(end["text"]) if end["text"] else None
             ending = Ending(end["code"], error, stopped=end["stopped"])
             self.attempts.append(Attempt(ending, seconds))
-            answer = seconds_to_wait(self.attempts, self.restarts)
+            answer = seconds_to_wait(self.attempts, self.restarts, self.longest)
             if isinstance(answer, float):
                 wait, why = answer, why_again(self.attempts, self.restarts)
             else:

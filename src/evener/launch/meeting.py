@@ -23,13 +23,13 @@ import select
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 
 from evener.errors import LaunchError
 from evener.launch.console import say
+from evener.launch.failure import clean
 from evener.launch.layout import Layout, Round
 from evener.launch.supervise import Ending
 
@@ -38,18 +38,16 @@ CHECK_SECONDS = 5.0
 
 # What a host may say, beside its beat. Anybody on the network can connect: what is of another form comes from no host.
 _TEXT, _TEXT_OR_NONE, _COUNT_OR_NONE = (str,), (str, type(None)), (int, type(None))
+_HELLO: dict[str, tuple[type, ...]] = {
+    "name": _TEXT,
+    "what": _TEXT,
+    "label": _TEXT_OR_NONE,
+    "job": _TEXT_OR_NONE,
+    "head": (bool,),
+}
+_HELLO |= {"rank": _COUNT_OR_NONE, "port": (int,), "nproc": (int,), "attempt": (int,)}
 _FORMS: dict[str, dict[str, tuple[type, ...]]] = {
-    "hello": {
-        "name": _TEXT,
-        "what": _TEXT,
-        "label": _TEXT_OR_NONE,
-        "job": _TEXT_OR_NONE,
-        "head": (bool,),
-        "rank": _COUNT_OR_NONE,
-        "port": (int,),
-        "nproc": (int,),
-        "attempt": (int,),
-    },
+    "hello": _HELLO,
     "checked": {"store": _TEXT_OR_NONE, "next": _TEXT_OR_NONE},
     "ended": {"code": (int,), "stopped": (bool,), "victim": (bool,), "text": _TEXT},
 }
@@ -122,8 +120,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What a round's end means for all hosts: who is to blame, the exit code, whether it goes on."""
 
     host: str
@@ -141,7 +138,7 @@ class Tie:
 
     def __init__(self, layout: Layout, hello: Mapping[str, Any], wait: float, restarts: int, at: str | None) -> None:
         self.layout, self.hello, self.wait_seconds, self.at = layout, dict(hello), wait, at
-        self.restarts, self.losses, self.lost = restarts, 0, ""
+        self.restarts, self.losses, self.lost, self.told = restarts, 0, "", ""
         self.line: Line | None = None
         self.early: Verdict | None = None  # came while the ranks still ran: the head's own failure
         both = socket.has_dualstack_ipv6()
@@ -151,11 +148,26 @@ class Tie:
 
     def gather(self, job: str | None, attempt: int) -> Round:
         """Waits for all hosts. Raises LaunchError: not in time, refused, or a port that is closed."""
+        self.met = time.monotonic()  # the last word of the head; what else listens there says none
         while True:
-            with contextlib.suppress(ConnectionError):
+            try:
                 return self._gather(job, attempt)
-            self._lose(ConnectionError())
+            except ConnectionError as error:
+                self._lose(error)
+                self._late(f"it answers, but not as a head of evener: {error}")
             time.sleep(1.0)
+
+    def _late(self, why: str) -> None:
+        """Says why the head is waited for; raises LaunchError once that has taken too long."""
+        to = self.layout.head if self.at is None else self.at
+        known = ", ".join(one for one in addresses(to) if one != to)
+        where = f"{to}:{self.layout.port}{f' ({known})' if known else ''}"
+        if time.monotonic() > self.met + self.wait_seconds:
+            fix = ["start the same command there, with the same --head", "`evener doctor --nodes` looks further"]
+            raise LaunchError(f"The head {where} was not reached within {self.wait_seconds:.0f} s: {why}.", fix=fix)
+        if why != self.told:
+            say(f"waiting for the head {where}: {why}")
+            self.told = why
 
     def _gather(self, job: str | None, attempt: int) -> Round:
         here, port = self.layout, self.layout.port
@@ -166,12 +178,14 @@ class Tie:
         limit = time.monotonic() + 2 * self.wait_seconds + 120  # the head decides; this is for a head that never does
         while time.monotonic() < limit:
             for message in self._wait():
+                if message.keys() & {"news", "check", "go"}:
+                    self.met = time.monotonic()
                 if "news" in message:
-                    say(message["news"])
+                    say(clean(str(message["news"]), 1000))
                 elif "refused" in message:
-                    cause, *evidence = message["refused"].splitlines()
+                    cause, *evidence = clean(str(message["refused"])).splitlines()
                     fix = [f"open ports {port}, {port + 1} and those above 1024 between the hosts"] if evidence else []
-                    raise LaunchError(cause, evidence=evidence, fix=fix)
+                    raise LaunchError(cause, evidence=[one.strip() for one in evidence], fix=fix)
                 elif "check" in message:
                     self.line.send(checked={what: reach(*at) for what, at in message["check"].items()})
                 elif "go" in message:
@@ -187,22 +201,11 @@ class Tie:
         return self.line.receive()
 
     def _connect(self) -> socket.socket:
-        to = self.layout.head if self.at is None else self.at
-        deadline, told = time.monotonic() + self.wait_seconds, ""
         while True:
-            why = ""
             try:
-                return socket.create_connection((to, self.layout.port), CHECK_SECONDS)
+                return socket.create_connection((self.at or self.layout.head, self.layout.port), CHECK_SECONDS)
             except OSError as error:
-                why = _reason(error)
-            known = ", ".join(one for one in addresses(to) if one != to)
-            where = f"{to}:{self.layout.port}{f' ({known})' if known else ''}"
-            if time.monotonic() > deadline:
-                fix = ["start the same command there, with the same --head", "`evener doctor --nodes` looks further"]
-                raise LaunchError(f"The head {where} was not reached within {self.wait_seconds:.0f} s: {why}.", fix=fix)
-            if why != told:
-                say(f"waiting for the head {where}: {why}")
-                told = why
+                self._late(_reason(error))
             time.sleep(0.5)
 
     def tick(self) -> str | None:
@@ -230,11 +233,11 @@ class Tie:
             self.line.connection.close()
         self.line, self.lost = None, str(error)
 
-    def ended(self, ending: Ending, text: str) -> Verdict:
+    def ended(self, ending: Ending) -> Verdict:
         """Tells how this host's ranks ended, and waits for what that means for all of them."""
         if self.early is not None:
             return self.early
-        end = {"code": ending.exit_code, "stopped": ending.stopped, "victim": ending.victim, "text": text}
+        end = {name: getattr(ending, name) for name in ("stopped", "victim", "text")} | {"code": ending.exit_code}
         try:
             if self.line is not None:
                 self.line.send(ended=end)
@@ -246,21 +249,17 @@ class Tie:
             self._lose(error)
             self.losses += 1
             again = self.layout.least < self.layout.most or self.losses <= self.restarts
-            head, why = (
-                f"the head {self.layout.head}:{self.layout.port}",
-                "waiting for it to come back" if again else "",
-            )
+            head, why = f"the head {self.layout.head}:{self.layout.port}", "waiting for it to come back" * again
             return Verdict(head, ending.exit_code or 1, f"lost: {error}", again, why)
 
 
 def _reason(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):
-        return "the name is not known here"
-    if isinstance(error, TimeoutError):
-        return "no answer (the host is down, or a firewall drops the port)"
-    if isinstance(error, ConnectionRefusedError):
-        return "nothing listens there (not started yet, or ended)"
-    return error.strerror or str(error)
+    reasons: dict[type[OSError], str] = {
+        socket.gaierror: "the name is not known here",
+        TimeoutError: "no answer (the host is down, or a firewall drops the port)",
+        ConnectionRefusedError: "nothing listens there (not started yet, or ended)",
+    }
+    return reasons.get(type(error)) or error.strerror or str(error)
 
 
 def reach(host: str, port: int) -> str | None:

@@ -14,7 +14,7 @@ from evener.launch.supervise import Ending
 # What comes out the same however often it is tried: wrong usage (2), too many updates that were not finite (66).
 # And what was asked for: stopped with a checkpoint (75), Ctrl-C (130).
 _FINAL = {0, 2, 66, 75, 130}
-_LONGEST_SECONDS, _LONGEST_AFTER_A_KILL_SECONDS = 60.0, 10.0  # a kill is not cured by waiting for it to pass
+LONGEST_SECONDS, _LONGEST_AFTER_A_KILL_SECONDS = 60.0, 10.0  # a kill is not cured by waiting for it to pass
 _SOON_SECONDS = 30.0
 _LESSONS = 12  # each at least halves the microbatch
 
@@ -25,12 +25,12 @@ class Attempt:
     seconds: float
 
 
-def seconds_to_wait(attempts: list[Attempt], allowed: int) -> float | str | None:
+def seconds_to_wait(attempts: list[Attempt], allowed: int, longest: float = LONGEST_SECONDS) -> float | str | None:
     """Seconds before the next attempt, or why there is none; None where nothing has to be said about it.
 
     Args:
         attempts: All so far, the newest last.
-        allowed: How many restarts the user allows.
+        allowed, longest: How many restarts the user allows, and how many seconds before one.
     """
     newest = attempts[-1].ending
     failures = [one for one in attempts if one.ending.exit_code != EXIT_LESSON]
@@ -43,7 +43,7 @@ def seconds_to_wait(attempts: list[Attempt], allowed: int) -> float | str | None
         return f"no restart is left of {allowed}"
     if len(failures) > 1 and _same(failures[-2], failures[-1]):
         return "it failed twice in the same way, soon after its start: not restarted"
-    longest = _LONGEST_AFTER_A_KILL_SECONDS if newest.exit_code > 128 else _LONGEST_SECONDS
+    longest = min(longest, _LONGEST_AFTER_A_KILL_SECONDS) if newest.exit_code > 128 else longest
     return float(min(longest, 2 ** (len(failures) - 1)))
 
 

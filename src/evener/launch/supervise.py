@@ -56,6 +56,7 @@ class Ending:
     error: LaunchError | None = None
     stopped: bool = False  # on request: by a signal, or every rank saved and left
     victim: bool = False  # of another host: its ranks lost their peers, or were ended for it
+    text: str = ""  # the error, explained
 
 
 def supervise(launch: Launch, environ: Mapping[str, str], others: Callable[[], str | None] = lambda: None) -> Ending:
