@@ -101,11 +101,12 @@ def picker(board: Board, who: int, folder: str, way: str, chance: random.Random)
     if way == "lease":
         picked = pick.pick(wish, os.environ, lock_folder=folder, poll_seconds=0.05)
     else:
-        while True:
-            picked = pick.choose(wish, pick.universe(look.look(os.environ), os.environ))
-            if not isinstance(picked, ShortageError):
-                break
-            time.sleep(0.05)
+        picked = None
+        while picked is None:
+            try:
+                picked = pick.choose(wish, pick.universe(look.look(os.environ), os.environ))
+            except ShortageError:
+                time.sleep(0.05)
     for gpu in picked.gpus:
         owner = board.get(gpu.index)
         if owner and not board.get(board.field("killed", owner - 1)):

@@ -89,10 +89,7 @@ def answer(given: argparse.Namespace, wish: pick.Wish | None) -> tuple[str, int]
         if not snapshot.gpus:
             raise ShortageError("The driver answers, and shows no GPU.")
         if wish is not None:
-            found = pick.choose(wish, pick.universe(snapshot, {} if given.recorded else os.environ))
-            if isinstance(found, ShortageError):
-                raise found
-            picked = found
+            picked = pick.choose(wish, pick.universe(snapshot, {} if given.recorded else os.environ))
     except EvenerError as raised:
         if given.env:
             raise

@@ -137,8 +137,8 @@ def universe(snapshot: Snapshot, environ: Mapping[str, str]) -> Universe:
     return Universe(snapshot, frozenset(uuids), why, scheduler, parts)
 
 
-def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
-    """The best set that fulfils the wish now, or why there is none. A function of its arguments."""
+def choose(wish: Wish, world: Universe) -> Picked:
+    """The best set that fulfils the wish now; ShortageError says why there is none. A function of its arguments."""
     if wish.words:
         return _choose_named(wish, world)
     if world.mig and wish.count in (None, 1):
@@ -163,7 +163,7 @@ def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
             counts = ", ".join(f"{len(kind)} {kind[0].name}" for kind in kinds.values())
             lines.insert(0, f"they would have to be of one kind; free are {counts}")
         fit = f"{len(gpus) - len(reasons)} of {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} fit now"
-        return _shortage(f"{wish} wanted, {fit if gpus else 'and there is none'}.", wish, world, lines)
+        raise _shortage(f"{wish} wanted, {fit if gpus else 'and there is none'}.", wish, world, lines)
     chosen: Sequence[Gpu] = best if wish.count is None else best_set(best, wish.count, world.snapshot)
     notes = []
     if wish.count is None:
@@ -173,13 +173,13 @@ def choose(wish: Wish, world: Universe) -> Picked | ShortageError:
     return Picked(tuple(sorted(chosen, key=lambda gpu: gpu.index)), None, tuple(notes))
 
 
-def _choose_named(wish: Wish, world: Universe) -> Picked | ShortageError:
+def _choose_named(wish: Wish, world: Universe) -> Picked:
     chosen = [_named(word, world) for word in wish.words]
     if twice := [one.uuid for i, one in enumerate(chosen) if one in chosen[:i]]:
         raise UsageError(f"--gpus {','.join(wish.words)} names {twice[0]} twice.")
     reasons = [(word, _unfit(one, wish, world)) for word, one in zip(wish.words, chosen)]
     if lines := [f"{word}: {why}" for word, why in reasons if why]:
-        return _shortage(f"{wish} cannot be taken now.", wish, world, lines)
+        raise _shortage(f"{wish} cannot be taken now.", wish, world, lines)
     notes = [f"{gpu.uuid} is shared: {gpu.busy_because[0]}" for gpu in chosen if gpu.busy_because]
     if len({gpu.name for gpu in chosen}) > 1:
         notes.append(f"these GPUs differ ({', '.join(str(gpu.name) for gpu in chosen)}): the slowest sets the pace")
@@ -298,14 +298,14 @@ def pick(
     refuse_trouble(snapshot)
     world = universe(snapshot, environ)
     if world.scheduler or not wish.lease:
-        found = choose(wish, world)
-        if isinstance(found, ShortageError):
-            raise found
         why = f"these GPUs were granted by {world.scheduler}" if world.scheduler else "others may take these GPUs too"
+        found = choose(wish, world)
         return replace(found, notes=(*found.notes, f"no lease: {why}"))
-    hopeful = choose(replace(wish, share=True, min_free_bytes=0), world)  # leases are not in it
-    if isinstance(hopeful, ShortageError):
-        raise ShortageError(hopeful.cause, evidence=hopeful.evidence, fix=["waiting would not help", *hopeful.fix[-1:]])
+    try:
+        choose(replace(wish, share=True, min_free_bytes=0), world)  # leases are not in it
+    except ShortageError as never:
+        fix = ["waiting would not help", *never.fix[-1:]]
+        raise ShortageError(never.cause, evidence=never.evidence, fix=fix) from None
     folder = Folder(lock_folder or default_path())
     folder.prepare()
     until = time.monotonic() + (wish.wait_seconds or 0.0)
@@ -315,27 +315,26 @@ def pick(
             who = f"{owners.user_name(os.getuid())}, pid {os.getpid()}"
             number = queue.enter_context(folder.line_up(f"{who}: {wish}"))
         while True:
-            first = next(folder.waiting(before=number), None)
-            if first is not None:
-                found = ShortageError("Others wait for GPUs and come first.", evidence=[first])
-            else:
+            try:
+                first = next(folder.waiting(before=number), None)
+                if first is not None:
+                    raise ShortageError("Others wait for GPUs and come first.", evidence=[first])
                 with folder.serial(patience):
-                    found = _attempt(wish, environ, folder)
-            if isinstance(found, Picked):
-                return found
-            if wish.wait_seconds is None:
-                raise found
-            if time.monotonic() >= until:
-                late = f"Waited {wish.wait_seconds:.0f} s. {found.cause}"
-                raise ShortageError(late, evidence=found.evidence, fix=found.fix)
-            if found.cause != said:
-                said = found.cause
-                say(f"waiting for {wish}: {said}" + "".join(f"\n  {line}" for line in found.evidence))
+                    return _attempt(wish, environ, folder)
+            except ShortageError as short:
+                if wish.wait_seconds is None:
+                    raise
+                if time.monotonic() >= until:
+                    late = f"Waited {wish.wait_seconds:.0f} s. {short.cause}"
+                    raise ShortageError(late, evidence=short.evidence, fix=short.fix) from None
+                if short.cause != said:
+                    said = short.cause
+                    say(f"waiting for {wish}: {said}" + "".join(f"\n  {line}" for line in short.evidence))
             time.sleep(min(poll_seconds, max(0.0, until - time.monotonic())))
 
 
-def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder) -> Picked | ShortageError:
-    """Look, choose, take, look again. Inside `serial`, so that nobody else does."""
+def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder) -> Picked:
+    """Look, choose, take, look again. Inside `serial`, so that nobody else does. Raises ShortageError."""
     own = os.path.basename(sys.argv[0]) in ("evener", "__main__.py")
     command = " ".join(["evener" if own else sys.argv[0], *sys.argv[1:]])
     lost = ShortageError("Others took the GPUs at this moment.")
@@ -343,18 +342,15 @@ def _attempt(wish: Wish, environ: Mapping[str, str], folder: Folder) -> Picked |
         snapshot = look.look(environ, holder_of=folder.holder_now)
         refuse_trouble(snapshot)
         found = choose(wish, universe(snapshot, environ))
-        if isinstance(found, ShortageError):
-            return found
-        lease = folder.take(found.uuids, command)
-        if lease is None:
+        if (lease := folder.take(found.uuids, command)) is None:
             continue
-        again = universe(look.look(environ), environ)  # an outsider, who knows no leases, may have started meanwhile
-        still = choose(replace(wish, words=found.uuids, count=None), again)
-        if isinstance(still, Picked):
+        try:  # an outsider, who knows no leases, may have started meanwhile
+            choose(replace(wish, words=found.uuids, count=None), universe(look.look(environ), environ))
             return replace(found, lease=lease)
-        lease.close()
-        lost = still
-    return lost
+        except ShortageError as error:
+            lease.close()
+            lost = error
+    raise lost
 
 
 def say_on_stderr(line: str) -> None:
