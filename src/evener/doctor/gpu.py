@@ -103,7 +103,7 @@ def answered(f: Facts) -> Any:
     """What torch's child said; a check that needs it ends here when there was none, or too many others worked."""
     t = known(f.torch, "torch")
     if t.get("ended") == "late":
-        what = "to start" if t.get("stage") == "import" else f"for its {_STAGES.get(t.get('stage', ''), 'work')}"
+        what = "to start" if t.get("stage") in (None, "import") else f"for its {_STAGES.get(t['stage'], 'work')}"
         load = f"load {t['load']:.0f} on {t['cpus']} cores"
         raise Unknown(f"torch took longer than {t['seconds']:.0f} s {what}; {load}: --timeout 60 waits longer")
     return t
