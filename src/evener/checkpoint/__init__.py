@@ -68,22 +68,30 @@ def load(dir: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
     def act() -> dict[str, Any]:
         states, _ = store.read(path)
         _same_names(path, list(states), list(objects))
-        for name, thing in objects.items():
-            if isinstance(thing, torch.nn.Module):
-                problem = misfit(unwrapped(thing).state_dict(), states[name], f"{name} in {path}")
-                if problem is not None:
-                    raise problem
+        modules = {name: unwrapped(one) for name, one in objects.items() if isinstance(one, torch.nn.Module)}
+        for name, module in modules.items():
+            problem = misfit(module.state_dict(), states[name], f"{name} in {path}")
+            if problem is not None:
+                raise problem
         plain = {}
         for name, thing in objects.items():
-            if isinstance(thing, torch.nn.Module):
-                for one in unwrapped(thing).state_dict(keep_vars=True).values():
+            if name in modules:
+                for one in modules[name].state_dict(keep_vars=True).values():
                     if isinstance(one, torch.Tensor) and one.is_meta:
                         fill(one, torch.empty_like(one, device="cpu"))
-                unwrapped(thing).load_state_dict(states[name])  # copies into the parameters
+                modules[name].load_state_dict(states[name])  # copies into the parameters
             elif isinstance(thing, Mapping):
                 plain[name] = _own(states[name], {})
             else:
-                _load_into(name, thing, _own(states[name], {}))
+                _method(name, thing, "load_state_dict")
+                try:
+                    thing.load_state_dict(_own(states[name], {}))
+                except Exception as error:
+                    text, why = (
+                        f"{name} does not accept its state from the checkpoint.",
+                        f"{type(error).__name__}: {error}",
+                    )
+                    raise CheckpointError(text, evidence=[why]) from error
         return plain
 
     return on_all(act)
@@ -94,26 +102,17 @@ def _is_path(dir: object) -> None:
         raise UsageError(f"{dir!r} is not a path.", fix=['the directory comes first: "runs/last"'])
 
 
+def _method(name: str, thing: Any, method: str) -> None:
+    if not callable(getattr(thing, method, None)):
+        fix = [f"{name}=<an object with state_dict() and load_state_dict()>", f"{name}={{...}} (a dict of values)"]
+        raise UsageError(f"{name}= is a {type(thing).__name__}: it has no {method}().", fix=fix)
+
+
 def _state(name: str, thing: Any) -> Any:
     if isinstance(thing, Mapping):
         return dict(thing)
-    if not callable(getattr(thing, "state_dict", None)):
-        raise UsageError(
-            f"{name}= is a {type(thing).__name__}: it has no state_dict().",
-            fix=[f"{name}=<an object with state_dict() and load_state_dict()>", f"{name}={{...}} (a dict of values)"],
-        )
+    _method(name, thing, "state_dict")
     return unwrapped(thing).state_dict()
-
-
-def _load_into(name: str, thing: Any, state: Any) -> None:
-    if not callable(getattr(thing, "load_state_dict", None)):
-        raise UsageError(f"{name}= is a {type(thing).__name__}: it has no load_state_dict().")
-    try:
-        thing.load_state_dict(state)
-    except Exception as error:
-        raise CheckpointError(
-            f"{name} does not accept its state from the checkpoint.", evidence=[f"{type(error).__name__}: {error}"]
-        ) from error
 
 
 def _same_names(path: Path, saved: list[str], given: list[str]) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,28 @@ from evener.errors import CheckpointError
 _DEEPEST = 100  # levels; beyond it a state contains itself, or would exhaust the stack of a JSON reader
 _NUMPY_KINDS = "biufcSUmM"  # numpy dtypes that are plain bytes: no objects, no structures
 _KEYS = (str, int, bool, float, type(None), tuple)
+
+
+def _dtype(name: str) -> torch.dtype:
+    value = getattr(torch, name, None)
+    if not isinstance(value, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return value
+
+
+# Values without parts: type -> tag, to JSON, and back.
+_LEAVES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: ("$int", hex, lambda text: int(text, 16)),  # Python refuses to read decimal numbers of more than 4300 digits
+    # As bits: a NaN keeps its sign and payload.
+    float: ("$float", lambda v: struct.pack(">d", v).hex(), lambda v: struct.unpack(">d", bytes.fromhex(v))[0]),
+    bytes: ("$bytes", lambda v: base64.b64encode(v).decode(), lambda v: base64.b64decode(v, validate=True)),
+    range: ("$range", lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    torch.Size: ("$size", list, torch.Size),
+    torch.dtype: ("$dtype", lambda v: str(v).removeprefix("torch."), _dtype),
+    torch.device: ("$device", str, torch.device),
+}
+_LEAF_OF = {tag: back for tag, _, back in _LEAVES.values()}
+_GROUPS: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 
 
 def encode(state: Any, path: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -50,16 +72,7 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """
     try:
         return _Decoder(tensors).state(tree)
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        OverflowError,
-        RuntimeError,
-        struct.error,
-    ) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, struct.error) as error:
         raise CheckpointError(
             "The manifest holds something that evener does not write.", evidence=[f"{type(error).__name__}: {error}"]
         ) from None
@@ -72,18 +85,20 @@ class _Encoder:
 
     def tree(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, str):
+        if (
+            value is None
+            or kind in (bool, str)
+            or (kind is int and value.bit_length() <= 64)
+            or (kind is float and math.isfinite(value))
+        ):
             return value
-        if kind is int:
-            # Python refuses to read decimal numbers of more than 4300 digits.
-            return value if value.bit_length() <= 64 else {"$int": hex(value)}
-        if kind is float:
-            # As bits: a NaN keeps its sign and payload.
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if depth > _DEEPEST:
             raise CheckpointError(
                 f"{path[:60]}... is nested more than {_DEEPEST} levels deep.", fix=["does a part of it contain itself?"]
             )
+        if kind in _LEAVES:
+            tag, to_json, _ = _LEAVES[kind]
+            return {tag: to_json(value)}
         if kind in (dict, OrderedDict, defaultdict):
             return self._dict(value, path, depth)
         if kind is list:
@@ -93,20 +108,10 @@ class _Encoder:
         if kind in (set, frozenset):
             items = [self._key(item, path, depth) for item in value]
             return {f"${kind.__name__}": sorted(items, key=json.dumps)}
-        if kind is bytes:
-            return {"$bytes": base64.b64encode(value).decode()}
-        if kind is range:
-            return {"$range": [self.tree(n, path, depth) for n in (value.start, value.stop, value.step)]}
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.generic | np.ndarray):
             return self._numpy(value, path)
-        if kind is torch.Size:
-            return {"$size": list(value)}
-        if kind is torch.dtype:
-            return {"$dtype": str(value).removeprefix("torch.")}
-        if kind is torch.device:
-            return {"$device": str(value)}
         raise _refused(value, path)
 
     def _items(self, values: Any, path: str, depth: int) -> list[Any]:
@@ -206,29 +211,13 @@ class _Decoder:
         return self._tagged(tag, tree[tag], tree)
 
     def _tagged(self, tag: str, value: Any, tree: dict[str, Any]) -> Any:
+        if tag in _LEAF_OF:
+            return _LEAF_OF[tag](value)
+        if tag in _GROUPS:
+            return _GROUPS[tag](self.state(value))
         match tag:
-            case "$tuple":
-                return tuple(self.state(value))
             case "$dict":
                 return {self.state(key): self.state(item) for key, item in value}
-            case "$set":
-                return set(self.state(value))
-            case "$frozenset":
-                return frozenset(self.state(value))
-            case "$int":
-                return int(value, 16)
-            case "$float":
-                return struct.unpack(">d", bytes.fromhex(value))[0]
-            case "$bytes":
-                return base64.b64decode(value, validate=True)
-            case "$range":
-                return range(*self.state(value))
-            case "$size":
-                return torch.Size(value)
-            case "$dtype":
-                return _dtype(value)
-            case "$device":
-                return torch.device(value)
             case "$tensor":
                 return self._tensor(value, tree)
             case "$array":
@@ -244,13 +233,6 @@ class _Decoder:
         if name not in self._viewed:
             self._viewed[name] = self._tensors[name].clone().view(_dtype(tree["dtype"])).reshape(tree["shape"])
         return self._viewed[name]
-
-
-def _dtype(name: str) -> torch.dtype:
-    value = getattr(torch, name, None)
-    if not isinstance(value, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}")
-    return value
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

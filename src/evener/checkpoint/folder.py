@@ -63,7 +63,7 @@ class Checkpoints:
 
         def act() -> list[str]:
             store.write(path, states or {}, about=about)
-            return self._prune(int(which) if isinstance(which, int) else None)
+            return self._prune(which)
 
         return on_main(act)
 
@@ -102,13 +102,9 @@ class Checkpoints:
                     check(path)
                 except CheckpointError as error:
                     notes.append(f"checkpoint {path.name} is refused: {error.cause}")
-                    continue
-                if notes:
-                    notes.append(f"checkpoint {path.name} is used instead")
-                return str(path), notes
-            if notes:
-                notes.append("no earlier checkpoint is there")
-            return None, notes
+                else:
+                    return str(path), [*notes, *[f"checkpoint {path.name} is used instead" for _ in notes[:1]]]
+            return None, [*notes, *["no earlier checkpoint is there" for _ in notes[:1]]]
 
         path, notes = on_main(act)
         return Path(path) if path else None, notes
@@ -138,11 +134,11 @@ class Checkpoints:
         found = [path for path in self._directories() if _NUMBERED.fullmatch(path.name)]
         return sorted(found, key=lambda path: -int(path.name.removeprefix("update-")))
 
-    def _prune(self, written: int | None) -> list[str]:
+    def _prune(self, written: int | str) -> list[str]:
         notes = []
         # The one just written stays even when others have higher numbers (an earlier one was loaded and continued).
         old = [path for path in self._numbered() if path.name != f"update-{written}"]
-        for path in old[self.keep - (written is not None) :]:
+        for path in old[self.keep - isinstance(written, int) :]:
             try:
                 store.remove(path)
             except OSError as error:

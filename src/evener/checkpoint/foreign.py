@@ -92,25 +92,16 @@ def _unpickled(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         found = re.search(r"(?:GLOBAL|global:?|class) ([A-Za-z_][\w]*(?:\.\w+)+)", str(error))
-        what = found[1] if found else None
-        raise CheckpointError(
-            f"{path} is a pickle with more than tensors in it; it is not read, because unpickling it can run any code.",
-            evidence=[f"it needs {what}" if what else str(error).splitlines()[0]],
-            fix=[
-                "ask for a .safetensors file",
-                *(
-                    [f"or, if you know and trust {what}, allow that one name and keep only the weights:"]
-                    if what
-                    else []
-                ),
-                *([f"with torch.serialization.safe_globals([{what}]):"] if what else []),
-                *(
-                    [f'    torch.save(torch.load("{path}", weights_only=True)["state_dict"], "weights.pt")']
-                    if what
-                    else []
-                ),
-            ],
-        ) from None
+        evidence, fix = [str(error).splitlines()[0]], ["ask for a .safetensors file"]
+        if found:
+            evidence = [f"it needs {found[1]}"]
+            fix += [f"or, if you know and trust {found[1]}, allow that one name and keep only the weights:"]
+            fix += [f"with torch.serialization.safe_globals([{found[1]}]):"]
+            fix += [f'    torch.save(torch.load("{path}", weights_only=True)["state_dict"], "weights.pt")']
+        text = (
+            f"{path} is a pickle with more than tensors in it; it is not read, because unpickling it can run any code."
+        )
+        raise CheckpointError(text, evidence=evidence, fix=fix) from None
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(f"{path} cannot be read.", evidence=[f"{type(error).__name__}: {reason}"]) from None

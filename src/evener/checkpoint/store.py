@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from evener.checkpoint.encode import decode, encode
 from evener.checkpoint.manifest import MANIFEST, OURS, check, seal
 from evener.checkpoint.problems import some, unwritten
-from evener.checkpoint.tensors import Record, create, file_pieces, open_file, split, write_pieces
+from evener.checkpoint.tensors import CREATE, Record, file_pieces, open_file, opened, split, write_pieces
 from evener.errors import CheckpointError
 
 _LEFTOVER = re.compile(r"\.(.+)\.([0-9a-f]{8})\.(tmp|old)")
@@ -70,21 +70,22 @@ def put(path: str | os.PathLike[str], tree: Any, tensors: Mapping[str, torch.Ten
         path.parent.mkdir(parents=True, exist_ok=True)
         recover(path)
         _refuse_foreign(path)
-        with _removed_on_failure(new):
+        try:
             new.mkdir()
-            manifest = create(new / MANIFEST)
-            try:
+            with opened(new / MANIFEST, CREATE) as manifest:
                 _lock(manifest)
                 files: dict[str, Record] = {}
                 for number, names in enumerate(split(tensors, _FILE_BYTES), 1):
                     name = f"tensors-{number:05d}.safetensors"
-                    files[name] = _write_file(new / name, tensors, names)
+                    with opened(new / name, CREATE) as file:
+                        files[name] = write_pieces(file, file_pieces(tensors, names))
                 write_pieces(manifest, [seal(about, files, tree)])
                 sync_directory(new)
                 check(new)
                 _take_place(new, path, aside)
-            finally:
-                os.close(manifest)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
         shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         raise unwritten(path, error, needed) from error
@@ -142,35 +143,13 @@ def remove(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where the file system can."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no directories
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], names: list[str]) -> Record:
-    descriptor = create(path)
-    try:
-        return write_pieces(descriptor, file_pieces(tensors, names))
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _removed_on_failure(new: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+    """Make the names in a directory durable, where the file system can; Windows opens no directories."""
+    with contextlib.suppress(PermissionError), opened(path.resolve(), os.O_RDONLY) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
 
 
 def _take_place(new: Path, path: Path, aside: Path) -> None:
@@ -216,10 +195,7 @@ def _lock(descriptor: int) -> bool:
 
 def _alive(new: Path) -> bool:
     try:
-        descriptor = os.open(new / MANIFEST, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+        with opened(new / MANIFEST, os.O_RDWR) as manifest:
+            return not _lock(manifest)
     except OSError:
         return False
-    try:
-        return not _lock(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,7 @@ one tensor at a time (GPU tensors are copied one by one), hashes while the disk 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ CODES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
+CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR  # never opens what is there already
 _PIECE = 1 << 26  # bytes of one write
 _WORTH = 1 << 20  # bytes whose hash is worth a thread
 
@@ -83,9 +85,14 @@ def file_pieces(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> It
         yield flat.view(torch.uint8).numpy().data
 
 
-def create(path: Path) -> int:
-    """A descriptor of the new file `path`. Never opens what is there already, nor what a link points to."""
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o666)
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A descriptor of `path`, for as long as needed; no link is followed."""
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def write_pieces(descriptor: int, pieces: Iterable[bytes | memoryview]) -> Record:

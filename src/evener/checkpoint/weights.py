@@ -15,7 +15,7 @@ from evener.checkpoint.agree import on_main
 from evener.checkpoint.foreign import read_weights
 from evener.checkpoint.problems import some, unwritten
 from evener.checkpoint.store import sync_directory
-from evener.checkpoint.tensors import CODES, create, file_pieces, split, write_pieces
+from evener.checkpoint.tensors import CODES, CREATE, file_pieces, opened, split, write_pieces
 from evener.dist.blank import fill
 from evener.errors import CheckpointError, UsageError
 
@@ -141,11 +141,8 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = create(new)
-        try:
+        with opened(new, CREATE) as descriptor:
             write_pieces(descriptor, file_pieces(tensors, names))
-        finally:
-            os.close(descriptor)
         os.replace(new, path)
         sync_directory(path.parent)
     except BaseException as error:
