@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-all check docs bench gpu-check clean
+.PHONY: demo test test-all check docs bench bench-check bench-smoke gpu-check clean
 
 $(READY): requirements/dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,10 +17,10 @@ demo: $(READY)         ## train a classic model on real data, on two processes
 	$(BIN)/evener run --nproc 2 --cpu examples/digits.py
 
 test: $(READY)         ## the sampled tests; their seed is printed
-	$(BIN)/python -m pytest -q --durations=40 -m "not gpu and not full" tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=40 -m "not gpu and not full" tests
 
 test-all: $(READY)     ## everything
-	$(BIN)/python -m pytest -q -m "not gpu" tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=40 -m "not gpu" tests
 
 check: $(READY)        ## lint and types
 	$(BIN)/ruff format --check .
@@ -33,6 +33,13 @@ docs: $(READY)         ## the documentation site, in build/site; a broken link i
 
 bench: $(READY)        ## paired comparisons with the raw loop, accelerate and lightning.fabric
 	$(BIN)/python -m bench
+
+bench-check: $(READY)  ## a few paired ratios against bench/baseline.json; slower than the noise allows is an error
+	$(BIN)/python -m bench.check
+
+bench-smoke: $(READY)  ## every benchmark that one process makes, a few rounds each: what CI runs
+	$(BIN)/python -m bench.check --quick
+	$(BIN)/python -m bench --quick phases launch
 
 gpu-check: $(READY)    ## what needs a GPU; without one every test is skipped, with its reason, and counted
 	$(BIN)/python -m pytest -q -rs -m gpu tests

@@ -10,7 +10,8 @@ import pytest
 
 from tests.pool import pool, stop_all
 
-SEED = int(os.environ.get("EVENER_TEST_SEED", random.randrange(2**31)))
+# In the environment, so that both workers of `-n 2` draw the same (they must collect the same tests).
+SEED = int(os.environ.setdefault("EVENER_TEST_SEED", str(random.randrange(2**31))))
 
 
 def pytest_report_header() -> str:

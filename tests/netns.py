@@ -22,19 +22,19 @@ def why_not() -> str:
     """Why no namespaces can be made here; "" when they can."""
     if sys.platform != "linux" or os.getuid() != 0 or shutil.which("ip") is None:
         return "network namespaces need Linux, root and iproute2"
-    name = f"evtry{os.getpid()}"
+    name = f"evtry{os.getpid()}"  # two test processes may ask at the same time
     if (done := subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)).returncode != 0:
         return f"network namespaces cannot be made: {done.stderr.strip()}"
     # A machine may allow a namespace and refuse a pair of interfaces, a bridge, or another host name.
     tries = [
-        ["ip", "link", "add", "evtry0", "type", "bridge"],
-        ["ip", "link", "add", "evtry1", "type", "veth", "peer", "name", "eth0", "netns", name],
+        ["ip", "link", "add", f"{name}a", "type", "bridge"],
+        ["ip", "link", "add", f"{name}b", "type", "veth", "peer", "name", "eth0", "netns", name],
         ["ip", "netns", "exec", name, "unshare", "-u", "-m", "bash", "-c", INSIDE, "_", "host1", "true"],
     ]
     failed = [
         run.stderr.strip() for one in tries if (run := subprocess.run(one, capture_output=True, text=True)).returncode
     ]
-    for clean in (["link", "del", "evtry0"], ["link", "del", "evtry1"], ["netns", "del", name]):
+    for clean in (["link", "del", f"{name}a"], ["link", "del", f"{name}b"], ["netns", "del", name]):
         subprocess.run(["ip", *clean], capture_output=True)
     return f"network namespaces cannot be made: {failed[0]}" if failed else ""
 
