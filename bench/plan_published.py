@@ -145,15 +145,15 @@ def predict(row: Published) -> tuple[float, float, str]:
     """(allocated, reserved) in GiB, and how. More than 8 ranks are extrapolated from 4 and 8."""
     from dataclasses import replace
 
-    from evener.plan import estimate
     from evener.plan.allocator import replay
+    from evener.plan.memory import Family, peak_of, terms_of
 
     worlds = [row.world] if row.world <= 8 else [8, 4]
     made = [traced(row.size, row.keep, row.rows, row.length, world, row.clip) for world in worlds]
-    trace = estimate.Family(made).trace(replace(made[0].cut, world_size=row.world))
-    told = estimate.of(trace)
-    reserved = replay(trace.events, workspaces=[term.bytes for term in told.terms]).reserved_bytes
-    return told.peak_allocated_bytes / GIB, reserved / GIB, told.phase
+    trace = Family(made).trace(replace(made[0].cut, world_size=row.world))
+    peak, beside = peak_of(trace), [term.bytes for term in terms_of(trace)]
+    reserved = replay(trace.events, workspaces=beside).reserved_bytes
+    return (peak.bytes + sum(beside)) / GIB, reserved / GIB, peak.phase
 
 
 def main() -> None:

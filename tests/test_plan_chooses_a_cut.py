@@ -28,6 +28,7 @@ from evener.plan.values import Alloc, Cut, Free, Op, Trace
 GIB = 1 << 30
 H100 = facts.named("H100-80GB")
 KEPT = {"none": 1.0, "selective": 0.5, "full": 0.2}
+SAVED = {"keep": 1.0, "offload": 0.9, "int8": 1.0}  # a model without anything that int8 changes
 COST = {"none": 1.0, "selective": 1.1, "full": 1.3}
 
 
@@ -45,7 +46,7 @@ def model(state_gib: float, activation_gib: float):
 
     def trace(cut: Cut) -> Trace:
         shards = cut.world_size if cut.strategy == "fsdp" else 1
-        kept = activation_gib * cut.microbatch_size * KEPT[cut.activation_checkpointing]
+        kept = activation_gib * cut.microbatch_size * KEPT[cut.activation_checkpointing] * SAVED[cut.saved_activations]
         flops = int(1e12 * cut.microbatch_size * COST[cut.activation_checkpointing])
         start = [Alloc(0, int(state_gib * GIB / shards), "parameter", "layers.0", "start")]
         update = []
@@ -67,7 +68,7 @@ def model(state_gib: float, activation_gib: float):
 def test_what_fits_whole_is_not_cut():
     plan = making.make(model(10, 0.5), captured(), machine(), neighbours=False)
     assert plan.chosen.cut == Cut("single", "bf16", microbatch_size=64)
-    assert plan.chosen.verdict == "fits" and plan.chosen.high_bytes <= plan.capacity_bytes
+    assert plan.chosen.verdict == "fits" and plan.chosen.high_bytes <= plan.machine.capacity_bytes
     assert plan.keywords == {"strategy": "single", "precision": "bf16"}
 
 
@@ -84,7 +85,7 @@ def test_where_no_microbatch_fits_the_model_is_recomputed_or_sharded():
     assert making.make(one_row, captured(), machine(), neighbours=False).chosen.cut.activation_checkpointing == "full"
     sharded = making.make(model(200, 0.1), captured(), machine(4), neighbours=False)
     assert sharded.chosen.cut.strategy == "fsdp"
-    assert all(row.verdict == "does not fit" for row in sharded.rows if row.cut.strategy == "ddp")
+    assert all(row.verdict == "does not fit" for row in sharded.cuts if row.cut.strategy == "ddp")
 
 
 def test_nothing_fits_is_said_and_not_chosen():
@@ -104,17 +105,38 @@ def test_the_verdict_keeps_the_margin_that_published_runs_ask_for(gib, verdict):
     assert row.low_bytes <= row.device_total_bytes
 
 
+def test_what_fits_no_device_with_its_states_alone_is_not_traced():
+    words = {"parameters": 7 * 10**9, "trainable": 7 * 10**9, "parameter_bytes": 28 * 10**9, "optimizers": ("AdamW",)}
+    traced = []
+
+    def trace(cut: Cut) -> Trace:
+        traced.append(cut.strategy)
+        return model(104 if cut.strategy == "ddp" else 10, 0.1)(cut)
+
+    plan = making.make(trace, captured(**words), machine(8), neighbours=False)
+    assert plan.chosen.cut.strategy == "fsdp" and set(traced) == {"fsdp"}
+    row = next(row for row in plan.cuts if row.cut.strategy == "ddp")
+    assert (row.verdict, row.low_bytes) == ("does not fit", 4 * 28 * 10**9)  # parameters, gradients, two moments
+    text = " ".join("\n".join(page(plan, captured(**words))).split())
+    assert "ddp, bf16, recompute none: parameters, gradients and optimizer state alone take 104.31 GiB" in text
+
+
+def test_every_strategy_comes_before_more_is_computed_again():
+    tried = [(cut.strategy, cut.activation_checkpointing) for cut in search.combinations(captured(), machine(2), 2)]
+    assert tried[:4] == [("ddp", "none"), ("fsdp", "none"), ("ddp", "selective"), ("fsdp", "selective")]
+
+
 def test_what_the_script_decides_stays():
     given = {"activation_checkpointing": {"value": "full", "origin": "code"}}
     given |= {"microbatch_size": {"value": 4, "origin": "flag"}, "strategy": {"value": "auto", "origin": "code"}}
     plan = making.make(model(1, 0.1), captured(given=given), machine(2), neighbours=False)
-    assert {row.cut.activation_checkpointing for row in plan.rows} == {"full"}
-    assert {row.cut.microbatch_size for row in plan.rows} == {4}
-    assert {row.cut.strategy for row in plan.rows} == {"ddp", "fsdp"}
+    assert {row.cut.activation_checkpointing for row in plan.cuts} == {"full"}
+    assert {row.cut.microbatch_size for row in plan.cuts} == {4}
+    assert {row.cut.strategy for row in plan.cuts} == {"ddp", "fsdp"}
     assert "activation_checkpointing" not in plan.keywords and plan.keywords["strategy"] == "ddp"
     assert any("microbatch_size=4 was given (flag)" in line for line in plan.because)
     sliced = making.make(model(1, 0.1), captured(slice_size=8, exact=True), machine(2), neighbours=False)
-    assert {row.cut.microbatch_size for row in sliced.rows} == {8} and "microbatch_size" not in sliced.keywords
+    assert {row.cut.microbatch_size for row in sliced.cuts} == {8} and "microbatch_size" not in sliced.keywords
 
 
 def test_what_planning_has_no_word_for_is_refused():
@@ -135,9 +157,10 @@ def test_one_more_and_one_less_are_told_and_the_page_is_100_columns_wide():
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith("global batch 64 = 2 ranks x 1 microbatch x 32 · bf16")
     assert sum(line.startswith("> ") for line in lines) == 1
-    saves = making.make(model(60, 40.0), captured(saves=True), machine(2), neighbours=False, everything=True)
+    saves = making.make(model(60, 40.0), captured(), machine(2), neighbours=False, everything=True)
     lines = list(page(saves, captured(), everything=True))
     assert max(map(len, lines)) <= 100 and any("offload" in line and "does not fit" in line for line in lines)
+    assert not any("int8" in line for line in lines), "the same figures once more"
 
 
 def test_machines_by_name_by_recording_and_wrongly(tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
 from evener import facts
 from evener.plan.clock import Machine, Pace, collective_seconds, operation_seconds, seconds
+from evener.plan.make import calibrated
 from evener.plan.values import Collective, Cut, Op, Trace
 
 H100, MID = facts.named("H100-80GB"), Pace.of("mid", {})
@@ -129,3 +131,18 @@ def test_a_calibration_narrows_the_range_and_an_uncalibrated_time_says_so():
     rough, measured = seconds(work, machine()), seconds(work, machine(calibration={"matmul": 0.7, "memory": 0.9}))
     assert rough.high / rough.low > 1.9 > measured.high / measured.low
     assert "not measured here" in rough.because[0] and measured.because == ("calibrated",)
+
+
+def test_a_calibrated_cpu_has_a_time_that_its_processes_share(tmp_path):
+    file = tmp_path / "calibration.json"
+    measured = {"fp32": 1e11, "memory_bytes_per_second": 1e10, "launch_us": 5.0, "network_bytes_per_second": 1e9}
+    file.write_text(json.dumps({"gpus": {"cpu": measured}}))
+    one, two = (calibrated(Machine("cpu", "the CPU", 1 << 30, "test", gpus=n), file) for n in (1, 2))
+    work = trace(product(1024, "float32"))
+    alone, shared = seconds(work, one), seconds(work, two)
+    assert alone.mid == pytest.approx(5e-6 + 2e-6 + 2 * 1024**3 / 1e11)
+    assert shared.mid - 7e-6 == pytest.approx(2 * (alone.mid - 7e-6))
+    assert seconds(trace(product(512)), one).because == ("cpu has no known peak for bf16",)
+    ring = Collective("all_reduce", 1 << 20, 2, "reduce", waits=True)
+    took = seconds(trace(product(1024, "float32"), ring, cut=Cut("ddp", world_size=2)), two)
+    assert took.mid > shared.mid + (1 << 20) / 1e9

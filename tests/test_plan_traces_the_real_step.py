@@ -18,19 +18,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from bench import plan as bench
-from bench.plan_models import MODELS, Case, Gpt, Mlp, class_loss, draw, token_loss
+from bench.plan_models import MODELS, Case, Gpt, Lstm, Mlp, class_loss, draw, token_loss
 from evener import Mean
 from evener.errors import EvenerError
 from evener.measure import private
 from evener.measure.ledger import Ledger
 from evener.measure.trace import Step
-from evener.plan import estimate
-from evener.plan.memory import Family, by_category, peak_of
-from evener.plan.values import Alloc, Cut, Estimate, Free, Share, Trace
+from evener.plan import blocks
+from evener.plan.memory import Family, difference, peak_of, support, terms_of
+from evener.plan.values import Alloc, Cut, Free, Share, Trace
 
 
-def gpt_step(**keywords) -> Step:
-    model = Gpt(layers=2)
+def by_category(at_peak) -> dict[str, int]:
+    """Bytes of each category, largest first."""
+    sums: dict[str, int] = {}
+    for share in at_peak:
+        sums[share.category] = sums.get(share.category, 0) + share.bytes
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def gpt_step(layers: int = 2, **keywords) -> Step:
+    model = Gpt(layers=layers)
     return Step(model, torch.optim.AdamW(model.parameters()), token_loss, torch.randint(0, 500, (2, 33)), keywords)
 
 
@@ -63,8 +71,6 @@ def test_forty_drawn_configurations(number):
 def test_events_are_lives_and_survive_json():
     trace = gpt_step().trace(Cut(microbatch_size=4, microbatches=2))
     assert Trace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
-    told = estimate.of(trace)
-    assert Estimate.from_json(json.loads(json.dumps(told.to_json()))) == told
     born: dict[int, Alloc] = {}
     for event in trace.events:
         if isinstance(event, Alloc):
@@ -108,7 +114,7 @@ def test_rows_that_are_not_traced_stay_in_the_batch():
 
 
 def test_two_microbatches_give_every_other_one():
-    made = [gpt_step().trace(cut) for cut in estimate.support(Cut(microbatch_size=64, microbatches=3))]
+    made = [gpt_step().trace(cut) for cut in support(Cut(microbatch_size=64, microbatches=3))]
     family = Family(made)
     for size in (3, 48):
         cut = Cut(microbatch_size=size, microbatches=3)
@@ -120,11 +126,53 @@ def test_two_microbatches_give_every_other_one():
 
 def test_shards_of_many_ranks_follow_from_two_and_four():
     cut = Cut("fsdp", "bf16", microbatch_size=2, world_size=64)
-    family = Family([gpt_step().trace(one) for one in estimate.support(cut)])
+    family = Family([gpt_step().trace(one) for one in support(cut)])
     for world in (16,):
         said = peak_of(family.trace(Cut("fsdp", "bf16", microbatch_size=2, world_size=world)))
         traced = peak_of(gpt_step().trace(Cut("fsdp", "bf16", microbatch_size=2, world_size=world)))
         assert said.bytes == pytest.approx(traced.bytes, rel=0.01), world
+
+
+CUTS = [
+    Cut("fsdp", "bf16", "selective", microbatch_size=4, world_size=2),
+    *(
+        pytest.param(Cut(strategy, "bf16", again, microbatch_size=4, world_size=world), marks=pytest.mark.full)
+        for strategy, world in (("single", 1), ("fsdp", 2))
+        for again in ("none", "full")
+    ),
+    pytest.param(Cut("fsdp", "bf16", "selective", "keep", 4, 2, world_size=4), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=Cut.words)
+def test_many_equal_blocks_follow_from_five_and_six(cut):
+    many = {"device": "cuda", "capability": (9, 0)}
+    said, traced = (
+        gpt_step(16, max_grad_norm=1.0).trace_forked(cut, **many),
+        gpt_step(16, max_grad_norm=1.0).trace(cut, **many),
+    )
+    assert said.how == "extrapolated" and "5 and 6 blocks of blocks were traced" in said.notes[-1]
+    assert said.updates == traced.updates and blocks._shape(said.events) == blocks._shape(traced.events)
+    assert not any(difference(one, other) for one, other in zip(said.events, traced.events))
+    assert peak_of(said) == peak_of(traced)
+
+
+class Alternating(Gpt):
+    """Equal blocks that are not passed alike."""
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x) if i % 2 else x + block(x.tanh())
+        return F.linear(self.norm(x), self.token.weight)
+
+
+def test_blocks_that_are_not_passed_alike_are_all_traced():
+    model = Alternating(layers=16)
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), token_loss, torch.zeros(2, 33).long())
+    assert step._repeated() == ("blocks", 16)
+    trace = step.trace_forked(Cut(microbatch_size=2))
+    assert trace.how == "traced" and any("blocks.15" in one.module for one in trace.events if isinstance(one, Alloc))
 
 
 def test_traces_of_different_steps_are_not_mixed():
@@ -216,11 +264,51 @@ def test_a_loss_function_that_fails_is_no_fault_of_the_trace(loss_fn, cause):
         assert caught.value.evidence[-1] == "ValueError: no such row"
 
 
-def test_a_term_is_never_shown_below_nothing():
-    from evener.cli.plan import _term
-    from evener.plan.values import Term
+def raised_by_a_library(model, batch):
+    json.loads("{")
 
-    assert _term(Term("scratch", -20_000, 0, 3 << 20, "modelled")) == "scratch 0.0 MiB (0.0 MiB to 3.0 MiB), modelled"
+
+def test_a_librarys_exception_is_not_the_scripts_own():
+    model = Mlp()
+    batch = (torch.randn(2, 128), torch.zeros(2).long())
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), raised_by_a_library, batch)
+    with pytest.raises(EvenerError, match="could not be traced") as caught:
+        step.trace_forked(Cut(microbatch_size=4))
+    assert 'json.loads("{")' in caught.value.evidence[0] and "JSONDecodeError" in caught.value.evidence[-1]
+
+
+@torch.library.custom_op("evener_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_kernels_of_others_torch_compile_and_cudnns_recurrent_layers_are_named_as_untraced():
+    def loss_fn(model, tokens):
+        with torch.no_grad():
+            twice(model.head.weight)
+        return token_loss(model, tokens)
+
+    model = Lstm()
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, torch.zeros(2, 9).long(), {"compile": True})
+    untraced = step.trace(Cut(microbatch_size=2), device="cuda", capability=(9, 0)).untraced
+    for word in ("torch.compile", "evener_tests.twice", "cuDNN's recurrent layers"):
+        assert any(word in line for line in untraced), (word, untraced)
+
+
+def test_scratch_of_a_convolution_is_a_range_from_nothing():
+    make, loss_fn, batch = MODELS["U-Net"]
+    model = make()
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, batch(2))
+    trace = step.trace(Cut(microbatch_size=4), device="cuda", capability=(9, 0))
+    peak, terms = peak_of(trace), terms_of(trace)
+    assert all(0 <= one.low_bytes <= one.bytes <= one.high_bytes for one in terms)
+    assert any("convolution" in one.name and one.high_bytes > 0 for one in terms)
+    assert 0 < peak.least <= peak.bytes
 
 
 # ------------------------------------------------------------------------------------------------ CUDA's rules
@@ -265,9 +353,9 @@ def test_data_parallels_first_device_has_the_others_gradients():
     step = Step(
         model, torch.optim.SGD(model.parameters(), 0.1), class_loss, (torch.randn(2, 128), torch.zeros(2).long())
     )
-    told = estimate.of(step.trace(Cut("dp", microbatch_size=64, devices=4), device="cuda"))
+    terms = terms_of(step.trace(Cut("dp", microbatch_size=64, devices=4), device="cuda"))
     gradients = sum(one.numel() * 4 for one in Mlp().parameters())
-    (term,) = [one for one in told.terms if one.name.startswith("DataParallel")]
+    (term,) = [one for one in terms if one.name.startswith("DataParallel")]
     assert term.high_bytes == gradients
 
 

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+import textwrap
+from collections import Counter
+from typing import TYPE_CHECKING
 
 from evener.cli.parser import Parser
 from evener.cli.run import check_script, split, to_override
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from evener.plan.captured import Captured
     from evener.plan.search import Plan, Row
-    from evener.plan.values import Share
+    from evener.plan.values import Cut, Share, Term, Trace
 
 DESCRIPTION = """\
 Run SCRIPT in a child process up to its evener.Run, trace the real step there without data and without a GPU, and show
@@ -85,25 +87,23 @@ def main(argv: list[str]) -> int:
     from evener.plan.captured import Child
     from evener.plan.make import calibrated, machine_of, make
 
-    nproc = None if given.nproc is None else _count("--nproc", given.nproc)
     if given.here and (given.gpu or given.gpus):
         raise UsageError("--here is this machine, and another one is named.", fix=["leave one of them out"])
-    machine = machine_of(
-        gpu=given.gpu, recorded=given.gpus, cpu=given.cpu, nproc=nproc, nodes=_count("--nodes", given.nodes)
-    )
+    nproc, nodes = given.nproc and _count("--nproc", given.nproc), _count("--nodes", given.nodes)
+    machine = machine_of(gpu=given.gpu, recorded=given.gpus, cpu=given.cpu, nproc=nproc, nodes=nodes)
     machine = calibrated(machine, Path(given.calibration) if given.calibration else None)
     words = ["-m", given.module, *target] if given.module else target
     overrides = dict(to_override(word) for word in given.set)
     _say(f"running {given.module or target[0]} up to its Run")
     with Child(words, shim=shim_path(), overrides=overrides, seconds=_count("--timeout", given.timeout)) as child:
-        plan = make(
-            lambda cut: child.trace(cut, device=machine.device, capability=machine.capability),
-            child.captured,
-            machine,
-            say=_say,
-            everything=given.all,
-        )
         captured = child.captured
+
+        def trace(cut: Cut) -> Trace:
+            return child.trace(cut, device=machine.device, capability=machine.capability)
+
+        plan = make(trace, captured, machine, say=_say, everything=given.all)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
     if given.json:
         print(json.dumps(plan.to_json(), indent=2))
     else:
@@ -123,7 +123,7 @@ def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterato
     """The plan for a reader, in lines of at most 100 columns where names allow it."""
     chosen = plan.chosen
     yield from _wrapped(contract(chosen, captured) if chosen else "no cut of this step fits", "")
-    yield from _wrapped(f"predicted for {plan.machine}: " + "; ".join(plan.because), "  ")
+    yield from _wrapped(f"predicted for {plan.machine.name}: " + "; ".join(plan.because), "  ")
     yield ""
     yield from table(plan, captured, everything=everything)
     if chosen is not None and chosen.at_peak:
@@ -146,42 +146,34 @@ def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterato
 
 def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterator[str]:
     """One line a cut. Sizes in one unit; `total` is the whole device, with its low and high."""
-    shown = [row for row in plan.rows if row.verdict != "not possible" and (everything or _worth(row, plan))]
+    shown = [row for row in plan.cuts if row.verdict != "not possible" and (everything or _worth(row, plan))]
     most = max((row.high_bytes or 0 for row in shown), default=0)
     unit, name = (1 << 30, "GiB") if most >= 2 << 30 else (1 << 20, "MiB")
-    kept = any(row.cut.saved_activations != "keep" for row in shown)
-    head = ["", "strategy", "dtype", "recompute", *(["saved"] if kept else []), "pieces", "alloc", "resv"]
-    lines = [[*head, "total", "low-high", "update", "rows/s", f"({name})"]]
+    left = ["", "strategy", "dtype", "recompute", "saved", "pieces"]
+    lines = [[*left, "alloc", "resv", "total", "low-high", "update", "rows/s", f"({name})"]]
     for row in shown:
         cut = row.cut
-        lines.append(
-            [
-                ">" if row is plan.chosen else "",
-                cut.strategy,
-                cut.precision,
-                cut.activation_checkpointing,
-                *([cut.saved_activations] if kept else []),
-                f"{cut.microbatches} x {cut.microbatch_size}",
-                *(_number(size, unit) for size in (row.peak_allocated_bytes, row.peak_reserved_bytes)),
-                _number(row.device_total_bytes, unit),
-                f"{_number(row.low_bytes, unit)}-{_number(row.high_bytes, unit)}",
-                duration(row.seconds_per_update),
-                "?" if row.rows_per_second is None else f"{row.rows_per_second:,.0f}",
-                row.verdict,
-            ]
-        )
-    left = 5 if kept else 4
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        low, high = _number(row.low_bytes, unit), _number(row.high_bytes, unit)
+        words = (cut.strategy, cut.precision, cut.activation_checkpointing, cut.saved_activations)
+        sizes = (row.peak_allocated_bytes, row.peak_reserved_bytes, row.device_total_bytes)
+        speed = "?" if row.rows_per_second is None else f"{row.rows_per_second:,.0f}"
+        cells = [">" if row is plan.chosen else "", *words, f"{cut.microbatches} x {cut.microbatch_size}"]
+        cells += [*(_number(size, unit) for size in sizes), f"{low}-{high}", duration(row.seconds_per_update), speed]
+        lines.append([*cells, row.verdict])
+    if all(row.cut.saved_activations == "keep" for row in shown):
+        lines = [line[:4] + line[5:] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
-        cells = [cell.ljust(w) if i < left or i == len(widths) - 1 else cell.rjust(w)
-                 for i, (cell, w) in enumerate(zip(line, widths))]  # fmt: skip
-        yield " ".join(cells).rstrip()
-    reasons = {row.reason: row.cut for row in plan.rows if row.verdict == "not possible"}
-    for reason, cut in reasons.items():
-        what = f"{cut.strategy}, {cut.precision}, recompute {cut.activation_checkpointing}"
-        yield from _wrapped(f"not possible: {what}: {reason}", "    ", "  ")
-    times = [row for row in shown if row.seconds_per_update]
-    if times and plan.chosen is not None and plan.chosen.seconds_low:
+        aligned = [
+            cell.ljust(width) if i < len(line) - 8 or i == len(line) - 1 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths))
+        ]
+        yield " ".join(aligned).rstrip()
+    reasons = {row.reason: row for row in plan.cuts if row.reason}
+    for reason, row in reasons.items():
+        what = f"{row.cut.strategy}, {row.cut.precision}, recompute {row.cut.activation_checkpointing}"
+        yield from _wrapped(f"{row.verdict}: {what}: {reason}", "    ", "  ")
+    if plan.chosen is not None and plan.chosen.seconds_low:
         low, high = duration(plan.chosen.seconds_low), duration(plan.chosen.seconds_high)
         yield f"  time of the chosen cut: {low} to {high} an update"
 
@@ -190,7 +182,7 @@ def _worth(row: Row, plan: Plan) -> bool:
     """In the short table: what fits, the chosen one, and of each combination the smallest that does not."""
     if row.verdict in ("fits", "tight") or row is plan.chosen:
         return True
-    same = [one for one in plan.rows if one.cut.family == row.cut.family and one.verdict == "does not fit"]
+    same = [one for one in plan.cuts if one.cut.family == row.cut.family and one.verdict == "does not fit"]
     return row is same[-1]
 
 
@@ -199,16 +191,14 @@ def contract(row: Row, captured: Captured) -> str:
     from evener.report.contract import Contract, PrecisionWords, contract_line
 
     cut = row.cut
-    compute = cut.precision.removesuffix("-true")
-    whole = cut.precision.endswith("-true")
+    compute, whole = cut.precision.removesuffix("-true"), cut.precision.endswith("-true")
     kept = compute if whole else "fp32"
     words = PrecisionWords(compute=compute, master=kept, reduce=kept, scaler=cut.precision.startswith("fp16"))
     if compute in ("fp32", "tf32"):
         words = PrecisionWords(compute=compute)
-    scheduled = "scheduler" in captured.given
-    by = captured.given.get("schedule_by", {}).get("value", "update") if scheduled else None
     notes = [f"recompute {cut.activation_checkpointing}"] * (cut.activation_checkpointing != "none")
     notes += [f"activations {cut.saved_activations}"] * (cut.saved_activations != "keep")
+    by = captured.given.get("schedule_by", {}).get("value", "update") if "scheduler" in captured.given else None
     return contract_line(
         Contract(
             global_batch_size=captured.global_batch_size,
@@ -228,27 +218,23 @@ def contract(row: Row, captured: Captured) -> str:
 
 def _peak(shares: Sequence[Share]) -> Iterator[str]:
     """By category, and in each the modules that hold most."""
-    total: dict[str, int] = {}
-    modules: dict[str, dict[str, int]] = {}
+    modules: dict[str, Counter[str]] = {}
     for one in shares:
-        total[one.category] = total.get(one.category, 0) + one.bytes
-        inside = modules.setdefault(one.category, {})
         alike = re.sub(r"\d+", "*", one.module) or "-"  # blocks.0 and blocks.1 are of one kind
-        inside[alike] = inside.get(alike, 0) + one.bytes
+        modules.setdefault(one.category, Counter())[alike] += one.bytes
+    total = {category: inside.total() for category, inside in modules.items()}
     for category in sorted(total, key=lambda name: -total[name]):
         if total[category] * 200 < sum(total.values()):
             continue
-        top = sorted(modules[category].items(), key=lambda item: -item[1])
-        named = [f"{name} {amount(size)}" for name, size in top[:3] if name != "-"]
-        rest = len(top) - len(named)
+        named = [f"{name} {amount(size)}" for name, size in modules[category].most_common(3) if name != "-"]
+        rest = len(modules[category]) - len(named)
         more = f"; {rest} more" if named and rest else ""
         line = f"{amount(total[category]):>10}  {category:<13}  {', '.join(named)}{more}"
         yield "  " + (line if len(line) <= 97 else line[:94] + "...").rstrip()
 
 
-def _term(one: Any) -> str:
-    low = max(0, one.low_bytes)  # below 0: less than what the trace counts already
-    known = "" if one.low_bytes == one.high_bytes else f" ({amount(low)} to {amount(one.high_bytes)})"
+def _term(one: Term) -> str:
+    known = "" if one.low_bytes == one.high_bytes else f" ({amount(one.low_bytes)} to {amount(one.high_bytes)})"
     return f"{one.name} {amount(one.bytes)}{known}, {one.how}"
 
 
@@ -260,8 +246,6 @@ def _number(size: int | None, unit: int) -> str:
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
-    import textwrap
-
     start = indent if first is None else first
     return textwrap.wrap(text, 100, initial_indent=start, subsequent_indent=indent, break_long_words=False) or [""]
 
@@ -273,4 +257,6 @@ def _count(option: str, text: str) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"evener: {line}", file=sys.stderr, flush=True)
+    """On a terminal each line in place of the last one."""
+    end = {"end": ""} if sys.stderr.isatty() else {}
+    print(f"\r\x1b[Kevener: {line[:90]}" if end else f"evener: {line}", **end, file=sys.stderr, flush=True)

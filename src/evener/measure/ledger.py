@@ -19,11 +19,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from evener.measure import private
-from evener.plan import estimate
+from evener.plan import memory
 from evener.plan.values import Alloc, Collective, Event, Free, Op
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _KNOWN = (torch.Tensor, torch.nn.Parameter, private.FakeTensor)
+_TORCHS = ("aten", "prims", "fsdp", "c10d", "_c10d_functional", "inductor")
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 
 
@@ -58,6 +59,7 @@ class Ledger(private.TorchDispatchMode):
         self.numbers: list[int] = []  # of autograd nodes, where the module changes, and the module from there on
         self.modules: list[str] = []
         self.suspects: dict[int, Any] = {}  # storages under a weak reference of torch's, which hides their death
+        self.foreign: set[str] = set()  # operations of others than torch
         self.additions: list[tuple[int, set[int]]] = []  # where gradients may have met, and what was added
 
     # ------------------------------------------------------------------------------------------------ where we are
@@ -128,17 +130,17 @@ class Ledger(private.TorchDispatchMode):
             life.category = category
             life.module = life.module if module is None else module
 
-    def _take(self, tensor: torch.Tensor, category: str = "temporary") -> None:
+    def _take(self, tensor: torch.Tensor, module: str | None = None) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.living and tensor.device.type != "meta":
             size = storage.nbytes()
             if size:
-                self._born(storage, size, category)
+                self._born(storage, size, "temporary", module)
 
-    def _born(self, storage: Any, size: int, category: str) -> None:
+    def _born(self, storage: Any, size: int, category: str, module: str | None = None) -> None:
         key = storage._cdata
         self.count += 1
-        life = _Life(self.count, size, category, self.module(), self.phase)
+        life = _Life(self.count, size, category, self.module() if module is None else module, self.phase)
         life.ref = weakref.ref(storage, lambda _: self._died(key, life))
         self.living[key] = life
         self.events.append(life)
@@ -223,11 +225,34 @@ class Ledger(private.TorchDispatchMode):
         if func is _RNN:
             result = (*result[:3], torch.empty(_rnn_workspace(args), dtype=torch.uint8))
         outputs = list(_tensors((result,)))
-        for one in outputs:
-            self._take(one)
+        for one, owner in zip(outputs, self._owners(args, inputs, len(outputs))):
+            self._take(one, owner)
+        if func.namespace not in _TORCHS:
+            self.foreign.add(str(func))
         if not func.is_view and outputs:
             self._op(func, args, kwargs, result, inputs, outputs)
         return result
+
+    def _owners(self, args: Any, inputs: list[Any], number: int) -> list[str | None]:
+        """Outside of forward and backward (an optimizer, a norm): whose module results are of, by what they are made
+        from; of a list, one by one."""
+        if self.stack or self.phase in ("forward", "backward"):
+            return [None] * number
+        lists = [one for one in args if isinstance(one, list | tuple) and len(one) == number > 1]
+        lists = [one for one in lists if all(isinstance(part, torch.Tensor) for part in one)]
+        modules: list[str | None] = []
+        for sources in zip(*lists[:1]) if lists else [inputs] * number:
+            lives = [self.living.get(one.untyped_storage()._cdata) for one in sources]
+            found = {life.module for life in lives if life is not None}
+            modules.append(found.pop() if len(found) == 1 else "")
+        return modules
+
+    def unknown(self, device: str) -> list[str]:
+        """What the step ran that allocates unseen, one line each."""
+        lines = [f"{name}: what this operation allocates inside is not seen" for name in sorted(self.foreign)]
+        if device == "cuda" and any(isinstance(one, Op) and "mkldnn_rnn" in one.name for one in self.events):
+            lines.append("cuDNN's recurrent layers: what oneDNN keeps for them was taken")
+        return lines
 
     def _op(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]) -> None:
         formula = flop_registry.get(func.overloadpacket)
@@ -255,7 +280,7 @@ class Ledger(private.TorchDispatchMode):
             lives = [self.living.get(one.untyped_storage()._cdata) for one in inputs]
             self.additions.append((len(self.events), {one.id for one in lives if one and one.bytes == size}))
         if name in self.scratch:
-            size = estimate.scratch(self.scratch[name], written)
+            size = memory.scratch(self.scratch[name], written)
             if size:
                 self.count += 1
                 self.events.append(Alloc(self.count, size, "temporary", self.module(), self.phase))
@@ -314,19 +339,21 @@ class Ledger(private.TorchDispatchMode):
         self._accumulate_in_place()
         after: list[Event] = []
         dead: list[Free] = []
+        updates: list[int] = []
         for i, one in enumerate([*self.events, None]):
             if not isinstance(one, Free) or i in marks:
                 # Deaths at one moment come in some hash table's order: by number they are the same in every trace.
                 dead.sort(key=lambda free: free.id)
                 after += dead
                 dead = []
+            updates += [len(before) + len(after)] * marks.count(i)
             if isinstance(one, Free):
                 dead.append(one)
             elif isinstance(one, _Life):
                 after.append(Alloc(one.id, one.bytes, one.category, one.module, one.phase))
-            elif one is not None:
+            elif one is not None and updates:  # what is computed before the first update is no part of one
                 after.append(one)
-        return (*before, *after), [mark + len(before) for mark in marks]
+        return (*before, *after), updates
 
 
 def _rnn_workspace(args: Any) -> int:

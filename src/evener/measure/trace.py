@@ -10,13 +10,14 @@ first update. `trace` uses up its objects (parameters become fake), so `trace_fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import inspect
 import itertools
 import json
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -27,7 +28,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from evener import batch as batches
-from evener import errors
 from evener.engine import Engine, saved, shards
 from evener.engine import batchnorm as bn
 from evener.engine.oom import PROVEN
@@ -37,26 +37,16 @@ from evener.errors import EvenerError, UsageError
 from evener.measure import private
 from evener.measure.cuda import cuda_rules
 from evener.measure.ledger import Ledger
-from evener.plan import estimate
+from evener.plan import blocks
+from evener.plan.memory import rows_for
 from evener.plan.values import Cut, Trace
 
 # Keywords of Run that the step depends on, apart from those a Cut decides.
-STEP_KEYWORDS = (
-    "precision",
-    "exact",
-    "coupled",
-    "max_grad_norm",
-    "before_step",
-    "scaler",
-    "batchnorm",
-    "ema",
-    "split",
-    "fsdp",
-    "scheduler",
-    "schedule_by",
-    "gradient_compression",
-)
+STEP_KEYWORDS = ("precision", "exact", "coupled", "max_grad_norm", "before_step", "scaler", "batchnorm", "ema", "split",
+                 "fsdp", "scheduler", "schedule_by", "gradient_compression")  # fmt: skip
 _PIECES = 2  # the second shows what the first one's gradients cost; more repeat it
+_BLOCKS = 5  # of many equal ones: two at each end, whose neighbours are other ones, and one that is repeated
+_MANY = 16
 
 
 class Step:
@@ -65,7 +55,8 @@ class Step:
     Args:
         model, optimizer, loss_fn: As for `Run`; a model on the meta device is all right.
         batch: At least one row, as the data gives it; its shapes are taken, not its values.
-        keywords: Of `Run`. Those in STEP_KEYWORDS count; a `precision` by part ({"param": ...}) goes before the cut's.
+        keywords: Of `Run`. Those in STEP_KEYWORDS count, and compile, which is not traced; a `precision` by part
+            ({"param": ...}) goes before the cut's.
         optimizer_name: Which one, where there are several.
     """
 
@@ -82,6 +73,7 @@ class Step:
         self.model, self.optimizer, self.loss_fn, self.batch = model, optimizer, loss_fn, batch
         self.keywords = {key: value for key, value in (keywords or {}).items() if key in STEP_KEYWORDS}
         self.optimizer_name = optimizer_name
+        self.compiled = bool((keywords or {}).get("compile"))
 
     def trace(self, cut: Cut, *, device: str = "cpu", capability: tuple[int, int] | None = None) -> Trace:
         """Two updates of rank 0 under `cut`. The objects are fake afterwards: once per Step.
@@ -94,7 +86,8 @@ class Step:
         names = {
             id(module): f"{name}.{path}".strip(".") for name, m in models.items() for path, module in m.named_modules()
         }
-        ledger, notes = Ledger(names, estimate.rows_for(device, capability)), list[str]()
+        ledger, notes = Ledger(names, rows_for(device, capability)), list[str]()
+        untraced += ["torch.compile: the eager step was traced"] * self.compiled
         collecting = gc.isenabled()
         gc.collect()
         gc.disable()  # or frees would come at random
@@ -108,6 +101,7 @@ class Step:
                 trace = self._trace(cut, ledger, models, optimizers, device, stack)
                 told = [line for line in notes if not line.startswith("untraced: ")]
                 untraced += [line.removeprefix("untraced: ") for line in notes if line not in told]
+                untraced += ledger.unknown(device)
                 return replace(trace, capability=capability, untraced=tuple(untraced), notes=tuple(told))
         except private.DATA_DEPENDENT as error:
             raise _names_the_line(error) from error
@@ -177,15 +171,25 @@ class Step:
             pieces=len(parts),
             row_bytes=sum(leaf.numel() * leaf.element_size() for _, leaf in batches.leaves(batch)) // rows,
             rows=rows,
-            torch=torch.__version__,
         )
 
     def trace_forked(self, cut: Cut, *, device: str = "cpu", capability: tuple[int, int] | None = None) -> Trace:
         """`trace` in a copy of this process, which keeps this one's objects as they are and survives an abort in C++.
+        Of a model with many equal blocks few are traced, where that gives the same.
 
         Raises:
             EvenerError: as `trace`; and when the copy ended without an answer.
         """
+        path, count = self._repeated()
+        if count >= _MANY:
+            with contextlib.suppress(EvenerError):  # one that is the step's own comes again
+                few, more = (self._forked(cut, device, capability, (path, _BLOCKS + i)) for i in range(2))
+                return blocks.deeper(few, more, path, count - _BLOCKS)
+        return self._forked(cut, device, capability)
+
+    def _forked(
+        self, cut: Cut, device: str, capability: tuple[int, int] | None, few: tuple[str, int] | None = None
+    ) -> Trace:
         answers, answer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -194,13 +198,12 @@ class Step:
             os.close(answers)
             torch.set_num_threads(1)  # OpenMP's threads were not copied
             try:
+                if few is not None:
+                    self._shorten(*few)
                 try:
                     told: dict[str, Any] = {"trace": self.trace(cut, device=device, capability=capability).to_json()}
-                except EvenerError as error:
-                    told = {"error": [type(error).__name__, error.cause, error.evidence, error.fix]}
                 except BaseException as error:
-                    told = {"failed": [*_their_line(error), *traceback.format_exception_only(error)]}
-                    told["own"] = _is_theirs(error)
+                    told = {"error": words(error, f"the step could not be traced as {cut.words()}.")}
                 with os.fdopen(answer, "w", encoding="utf-8") as file:
                     json.dump(told, file)
             finally:
@@ -214,27 +217,36 @@ class Step:
         told = dict(json.loads(text)) if text else {}
         if "trace" in told:
             return Trace.from_json(told["trace"])
-        if "error" in told:
-            kind, cause, evidence, fix = told["error"]
-            raise getattr(errors, kind, EvenerError)(cause, evidence=evidence, fix=fix)
-        ended = os.waitstatus_to_exitcode(status)
-        if told.get("own"):
-            raise EvenerError(
-                "the script's own code failed in its step.",
-                evidence=[line.strip() for line in told["failed"]],
-                fix=["run it on the CPU first: evener run --cpu; does it fail there, too?"],
-            )
-        if not told and ended >= 0:
-            raise EvenerError(
-                f"the step ended its process with exit code {ended}, so nothing was traced.",
-                fix=["run it on the CPU first: evener run --cpu; what calls os._exit there?"],
-            )
-        how = told.get("failed", [f"signal {-ended}" if ended < 0 else f"exit code {ended}"])
-        raise EvenerError(
-            f"the step could not be traced as {cut.words()}.",
-            evidence=[line.strip() for line in how],
-            fix=["plan another strategy or precision", "report it: the last lines say where tracing broke"],
-        )
+        if "error" not in told:
+            ended, fix = os.waitstatus_to_exitcode(status), _AS_IT_IS.replace("fail", "end")
+            cause, evidence = f"the step could not be traced as {cut.words()}.", [f"signal {-ended}"]
+            if ended >= 0:
+                cause = f"the step ended its process with exit code {ended}, so nothing was traced."
+                evidence = ["os._exit, or a thread that ends the process"]
+            raise EvenerError(cause, evidence=evidence, fix=[fix])
+        raise EvenerError(**told["error"])
+
+    def _repeated(self) -> tuple[str, int]:
+        """The longest list of equal blocks: its path in traces, and how many."""
+        found = [("", 0)]
+        for name, model in by_name("model", self.model).items():
+            for path, module in model.named_modules():
+                equal = list(module) if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) else []
+                if len(equal) >= _MANY and len({_kind(block) for block in equal}) == 1:
+                    found.append((f"{name}.{path}".strip("."), len(equal)))
+        return max(found, key=lambda one: one[1])
+
+    def _shorten(self, path: str, keep: int) -> None:
+        models = by_name("model", self.model)
+        whole = {f"{name}.{inside}".strip("."): one for name, m in models.items() for inside, one in m.named_modules()}
+        gone = {id(p) for block in list(whole[path])[keep:] for p in block.parameters()}
+        del whole[path][keep:]
+        gone -= {id(p) for model in models.values() for p in model.parameters()}
+        for optimizer in by_name("optimizer", self.optimizer).values():
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in gone]
+            for p in [p for p in optimizer.state if id(p) in gone]:
+                del optimizer.state[p]
 
     def _sliced(self) -> bool:
         """Whether a microbatch is a slice: rows that see each other."""
@@ -249,11 +261,6 @@ class Step:
         if cut.replicas > 1:
             keywords["fsdp"] = {"shard_ranks": cut.world_size // cut.replicas, **(keywords.get("fsdp") or {})}
         precision = keywords.pop("precision", None)
-        known = inspect.signature(Engine.__init__).parameters
-        if cut.saved_activations != "keep":
-            keywords["saved_activations"] = cut.saved_activations
-        for key in [key for key in keywords if key not in known]:
-            raise UsageError(f"this evener's engine has no {key}=, so it cannot be planned.", fix=["leave it out"])
         check = private.exchanged(shards, "check_rowwise", private.outside(check_rowwise))
         with private.models_stay(), check:
             return Engine(
@@ -265,6 +272,7 @@ class Step:
                 strategy=cut.strategy,
                 global_batch_size=cut.microbatch_size * pieces * cut.world_size,
                 activation_checkpointing=cut.activation_checkpointing,
+                saved_activations=cut.saved_activations,
                 loss_is="row mean",
                 report=_say_nothing,
                 **keywords,
@@ -418,28 +426,43 @@ def _of_rows(batch: Any, rows: int, split: Any) -> Any:
     )
 
 
-def _their_line(error: BaseException) -> list[str]:
-    """The line of the user's code where it happened: the innermost frame outside of torch and evener."""
+def _kind(block: torch.nn.Module) -> tuple[Any, ...]:
+    """Equal for blocks that look alike."""
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return type(block), repr(block), tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in tensors)
+
+
+_AS_IT_IS = "run it on the CPU first: evener run --cpu; does it fail there, too?"
+
+
+def _their_line(error: BaseException) -> tuple[list[str], bool]:
+    """The line of the user's code where it happened: the innermost frame outside of installed packages, torch and
+    evener. And whether it was raised there: what a library raised in a trace may be the trace's fault."""
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    theirs = os.path.dirname(os.path.abspath(torch.__file__))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not os.path.abspath(frame.filename).startswith((here, theirs))
-    ]
-    return [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
+    libraries = [path for name, path in sysconfig.get_paths().items() if name.endswith("lib")]
+    others = (here, os.path.dirname(os.path.abspath(torch.__file__)), *libraries)
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [one for one in frames if not os.path.abspath(one.filename).startswith(others)]
+    lines = [f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}"] if own else []
+    return lines, bool(own) and own[-1] is frames[-1]
 
 
-def _is_theirs(error: BaseException) -> bool:
-    """Whether the user's own line raised it: what torch or evener raised in a trace may be the trace's fault."""
-    innermost = traceback.extract_tb(error.__traceback__)[-1:]
-    return any(_their_line(error)[:1] == [f"{one.filename}:{one.lineno}: {one.line}"] for one in innermost)
+def words(error: BaseException, cause: str = "the step could not be traced.") -> dict[str, Any]:
+    """Of any error in a trace, or before it: what is raised on the other side."""
+    if isinstance(error, EvenerError):
+        return {"cause": error.cause, "evidence": list(error.evidence), "fix": list(error.fix)}
+    line, theirs = _their_line(error)
+    evidence = [*line, *(text.strip() for text in traceback.format_exception_only(error))]
+    if theirs:
+        return {"cause": "the script's own code failed in its step.", "evidence": evidence, "fix": [_AS_IT_IS]}
+    fix = ["plan another strategy or precision", "report it: the last lines say where tracing broke"]
+    return {"cause": cause, "evidence": evidence, "fix": fix}
 
 
 def _names_the_line(error: Exception) -> EvenerError:
     return UsageError(
         "the step reads a value, so it cannot be traced without data.",
-        evidence=[*_their_line(error), str(error).splitlines()[0]],
+        evidence=[*_their_line(error)[0], str(error).splitlines()[0]],
         fix=[
             "keep it on the device: torch.where and masks times values in place of .item(), bool() and x[mask]",
             "or plan nothing: microbatch_size=8, or a run that is out of memory cuts it by itself",

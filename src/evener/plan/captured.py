@@ -36,7 +36,6 @@ class Captured:
         given: {keyword: {"value", "origin"}} of what was not left to its default.
         process_bytes: What the process held in host memory besides parameters and buffers: libraries, the dataset.
         cpu_precision: What precision="auto" is on this machine's CPU.
-        saves: Whether this evener's Run has saved_activations=.
         on_cpu: Lines of the script that said "cuda" before the Run.
     """
 
@@ -53,7 +52,6 @@ class Captured:
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     process_bytes: int = 0
     cpu_precision: str = "fp32"
-    saves: bool = False
     on_cpu: tuple[str, ...] = ()
 
     def asked(self, keyword: str) -> Any:
@@ -68,12 +66,7 @@ class Child:
     captured: Captured
 
     def __init__(
-        self,
-        argv: list[str],
-        *,
-        shim: str,
-        overrides: Mapping[str, Any] | None = None,
-        seconds: float = 600.0,
+        self, argv: list[str], *, shim: str, overrides: Mapping[str, Any] | None = None, seconds: float = 600.0
     ) -> None:
         """argv: the script and its arguments, or "-m", module and arguments. shim: the launcher's program."""
         self.argv, self.shim, self.overrides, self.seconds = argv, shim, dict(overrides or {}), seconds
@@ -85,7 +78,8 @@ class Child:
             told = self._answer("its Run")
             if "error" in told:
                 raise LaunchError(**told["error"])
-            self.captured = Captured(**{**told["captured"], **_tuples(told["captured"], "optimizers", "on_cpu")})
+            lists = {name: tuple(value) for name, value in told["captured"].items() if isinstance(value, list)}
+            self.captured = Captured(**{**told["captured"], **lists})
         except BaseException:
             self.__exit__()
             raise
@@ -93,27 +87,18 @@ class Child:
 
     def _start(self) -> None:
         job = {"supervisor": os.getppid(), "logs": self.folder, "console": {}, "cpus": []}
-        with open(os.path.join(self.folder, "job.json"), "w", encoding="utf-8") as file:
+        job_file = os.path.join(self.folder, "job.json")
+        with open(job_file, "w", encoding="utf-8") as file:
             json.dump(job, file)
         asks, self._asks = os.pipe()
         self._answers, answers = os.pipe()
         self.buffer = bytearray()
         plan = LaunchPlan(run_id="plan", device="cpu", overrides=self.overrides, capture=(asks, answers))
-        environ = {
-            **os.environ,
-            VARIABLE: plan.to_json(),
-            "CUDA_VISIBLE_DEVICES": "",
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }
+        alone = {**dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), "0"), "MASTER_ADDR": "127.0.0.1"}
+        alone |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "", VARIABLE: plan.to_json()}
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "evener.run.capture", self.shim, job_file(self.folder), *self.argv],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ,
+            [sys.executable, "-u", "-m", "evener.run.capture", self.shim, job_file, *self.argv],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, **alone},
             pass_fds=(asks, answers), start_new_session=True,
         )  # fmt: skip
         os.close(asks)
@@ -156,27 +141,19 @@ class Child:
         if errors:
             return _explained(errors[0], self._log())
         if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            fix = [
-                "run it with python: does it end there, too?",
-                "an abort inside of torch: a torch without this fault",
-            ]
+            fix = ["run it with python: does it end there, too?", "an abort in torch: a torch without this fault"]
             own = (os.path.dirname(self.shim), "evener/run/capture.py", "<frozen")
             said = [line for line in self._log(200) if not any(part in line for part in own)]
-            at = next(
-                (i for i, line in enumerate(said) if line.startswith("Fatal Python error")), max(0, len(said) - 6)
-            )
-            return LaunchError(
-                f"{cause[:-1]}: {name} ended its process.", evidence=said[max(0, at - 2) : at + 6], fix=fix
-            )
+            fatal = [i for i, line in enumerate(said) if line.startswith("Fatal Python error")]
+            at = fatal[0] if fatal else max(0, len(said) - 6)
+            cause = f"{cause[:-1]}: {signal.Signals(-code).name} ended its process."
+            return LaunchError(cause, evidence=said[max(0, at - 2) : at + 6], fix=fix)
         if code:
             return LaunchError(f"the script ended with exit code {code}.", evidence=self._log())
-        return LaunchError(
-            "the script ended without constructing an evener.Run: there is nothing to plan.",
-            evidence=self._log(3),
-            fix=["`evener plan` runs a script up to its evener.Run(...), in this process and not in another",
-                 "arguments of the script go after it: evener plan train.py --train"],
-        )  # fmt: skip
+        cause = "the script ended without constructing an evener.Run: there is nothing to plan."
+        fix = ["`evener plan` runs a script up to its evener.Run(...), in this process and not in another",
+               "arguments of the script go after it: evener plan train.py --train"]  # fmt: skip
+        return LaunchError(cause, evidence=self._log(3), fix=fix)
 
     def _log(self, lines: int = 8) -> list[str]:
         """The last lines that the script printed, and what was said before its output had a place."""
@@ -199,10 +176,6 @@ class Child:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def job_file(folder: str) -> str:
-    return os.path.join(folder, "job.json")
-
-
 def _explained(error: Mapping[str, Any], log: list[str]) -> EvenerError:
     """The script's own exception before its Run, with what to do about the kinds that planning brings about."""
     where, text = error.get("where") or {}, f"{error['type']}: {error['message']}"
@@ -210,17 +183,12 @@ def _explained(error: Mapping[str, Any], log: list[str]) -> EvenerError:
     if error["type"] == "EOFError":
         cause, fix = "the script asks for input before its Run; there is nobody to answer.", ["an argument for it"]
     elif any(word in text for word in ("CUDA", "cuda", "NVIDIA driver", "nccl", "NCCL")):
-        cause = "the script needs a GPU before its Run."
+        cause, words = "the script needs a GPU before its Run.", ".cuda(), .to('cuda') and device='cuda'"
         fix = [
-            "planning runs it without one: .cuda(), .to('cuda') and device='cuda' are taken for the CPU, other CUDA "
-            "calls are not",
+            f"planning runs it without one: {words} are taken for the CPU, other CUDA calls are not",
             "leave the device to Run (evener.device() tells it), or ask torch.cuda.is_available() first",
         ]
     else:
         cause, fix = "the script failed before its Run.", ["run it with python: it fails there, too"]
     evidence = [*text.splitlines()[:6], *at]
     return LaunchError(cause, evidence=evidence if evidence else log, fix=fix)
-
-
-def _tuples(values: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(values[name]) for name in names}

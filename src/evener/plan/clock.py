@@ -52,6 +52,10 @@ class Machine:
     calibration: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def kind_name(self) -> str:
+        return self.kind.name if self.kind is not None else self.device
+
+    @property
     def capability(self) -> tuple[int, int] | None:
         text = self.kind.compute_capability if self.kind is not None else None
         return (int(text.split(".")[0]), int(text.split(".")[1])) if text else None
@@ -125,8 +129,8 @@ def seconds(trace: Trace, machine: Machine, *, tf32: bool = False) -> Seconds:
 
 def _unknown(trace: Trace, machine: Machine, tf32: bool) -> tuple[str, ...]:
     kind = machine.kind
-    if machine.device != "cuda":
-        return ("time on the CPU is not predicted",)
+    if machine.device != "cuda" and kind is None:
+        return ("time on this CPU is not known: `evener bench --cpu --calibrate` measures it",)
     if kind is None or not kind.memory_bandwidth:
         return (f"no speeds are known of {machine.name}",)
     names = {_peak_name(one, tf32) for one in trace.steady() if isinstance(one, Op) and one.flops}
@@ -207,7 +211,10 @@ def _piece(events: list[Op | Collective], cut: Cut, machine: Machine, pace: Pace
         past = one.phase
         if isinstance(one, Op):
             host += pace.launch
-            compute = max(compute, host) + operation_seconds(one, kind, pace, tf32)
+            behind = machine.device != "cuda"  # the host computes itself
+            compute = (compute + pace.launch if behind else max(compute, host)) + operation_seconds(
+                one, kind, pace, tf32
+            )
             continue
         prefetched = one.kind == "all_gather" and cut.strategy in ("fsdp", "hsdp")
         start = max(network, gathered if prefetched else compute)

@@ -1,13 +1,9 @@
 """What `evener run` hands to the ranks: one small JSON value behind one environment variable, EVENER_PLAN.
 
 One variable, because everything else in the environment belongs to the user or to torch. Its value is the path of a
-file on one machine, and the JSON text itself where the machines of a job share no disk.
-
-    {"version": 1, "device": "cpu" or null, "store": "<private folder>" or null, "run_id": "...", "overrides": {...},
-     "attempt": 0, "trial": {...} or null, "capture": [3, 4] or null, "decided": {...},
-     "predicted": {...}}
-
-Standard library only: the launcher writes it without torch, and a rank reads it before torch is imported.
+file on one machine, and the JSON text itself where the machines of a job share no disk: {"version": 1} and the fields
+of `LaunchPlan`. Standard library only: the launcher writes it without torch, and a rank reads it before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -79,20 +75,7 @@ class LaunchPlan:
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        values = {
-            "version": VERSION,
-            "run_id": self.run_id,
-            "device": self.device,
-            "store": self.store,
-            "beats": self.beats,
-            "overrides": dict(self.overrides),
-            "attempt": self.attempt,
-            "trial": None if self.trial is None else asdict(self.trial),
-            "capture": self.capture,
-            "decided": dict(self.decided),
-            "predicted": dict(self.predicted),
-        }
-        return json.dumps(values)
+        return json.dumps({"version": VERSION, **asdict(self)})
 
 
 def read_plan(environ: Mapping[str, str] | None = None) -> LaunchPlan | None:
@@ -102,33 +85,21 @@ def read_plan(environ: Mapping[str, str] | None = None) -> LaunchPlan | None:
     something else than was asked for.
     """
     value = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
-    if not value:
-        return None
-    if value.startswith("{"):
-        where, text = f"{VARIABLE} itself", value
-    else:
-        where = value
-        try:
-            with open(value, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(
-                f"{VARIABLE} names a plan that cannot be read.",
-                evidence=[f"{value}: {error}"],
-                fix=[
-                    f"start the script with `evener run`, or unset {VARIABLE} (it outlives its job when it is exported)"
-                ],
-            ) from error
-    return _parse(text, where)
+    if not value or value.startswith("{"):
+        return _parse(value, f"{VARIABLE} itself") if value else None
+    try:
+        with open(value, encoding="utf-8") as file:
+            return _parse(file.read(), value)
+    except (OSError, UnicodeDecodeError) as error:
+        fix = [f"start the script with `evener run`, or unset {VARIABLE} (it outlives its job when it is exported)"]
+        cause = f"{VARIABLE} names a plan that cannot be read."
+        raise LaunchError(cause, evidence=[f"{value}: {error}"], fix=fix) from error
 
 
 def _parse(text: str, where: str) -> LaunchPlan:
     def broken(why: str) -> LaunchError:
-        return LaunchError(
-            "The launch plan is broken.",
-            evidence=[f"{where}: {why}"],
-            fix=[f"start the script with the `evener run` of this installation, or unset {VARIABLE}"],
-        )
+        fix = [f"start the script with the `evener run` of this installation, or unset {VARIABLE}"]
+        return LaunchError("The launch plan is broken.", evidence=[f"{where}: {why}"], fix=fix)
 
     try:
         values = json.loads(text)
@@ -136,43 +107,25 @@ def _parse(text: str, where: str) -> LaunchPlan:
         raise broken(f"not JSON: {error}") from error
     if not isinstance(values, dict):
         raise broken(f"a {type(values).__name__}, not an object")
-    if values.get("version") != VERSION:
-        raise broken(f"version {values.get('version')!r}, this evener reads version {VERSION}")
-    run_id, device, store = values.get("run_id"), values.get("device"), values.get("store")
-    overrides = values.get("overrides", {})
-    if not isinstance(run_id, str) or not run_id:
-        raise broken(f"run_id is {run_id!r}, not a name")
-    if device not in (None, "cpu"):
-        raise broken(f'device is {device!r}, not "cpu" or null')
-    if not (store is None or isinstance(store, str)):
-        raise broken(f"store is {store!r}, not a folder or null")
-    beats = values.get("beats")
-    if not (beats is None or isinstance(beats, str)):
-        raise broken(f"beats is {beats!r}, not a folder or null")
-    if not isinstance(overrides, dict):
-        raise broken(f"overrides is a {type(overrides).__name__}, not an object")
-    attempt = values.get("attempt", 0)
+    if (version := values.pop("version", None)) != VERSION:
+        raise broken(f"version {version!r}, this evener reads version {VERSION}")
+    if not values.get("run_id") or not isinstance(values["run_id"], str):
+        raise broken(f"run_id is {values.get('run_id')!r}, not a name")
+    if values.get("device") not in (None, "cpu"):
+        raise broken(f'device is {values["device"]!r}, not "cpu" or null')
+    for name in ("store", "beats"):
+        if not isinstance(values.get(name), str | None):
+            raise broken(f"{name} is {values[name]!r}, not a folder or null")
+    for name in ("overrides", "decided", "predicted"):
+        if not isinstance(values.get(name, {}), dict):
+            raise broken(f"{name} is a {type(values[name]).__name__}, not an object")
+    attempt, capture, trial = values.get("attempt", 0), values.get("capture"), values.get("trial")
     if isinstance(attempt, bool) or not isinstance(attempt, int) or attempt < 0:
         raise broken(f"attempt is {attempt!r}, not a count")
-    try:
-        asked = values.get("trial")
-        trial = None if asked is None else Trial(**{**asked, "keep": tuple(asked.get("keep", ()))})
-    except (TypeError, AttributeError) as error:
-        raise broken(f"trial: {error}") from error
-    capture, decided, predicted = values.get("capture"), values.get("decided", {}), values.get("predicted", {})
-    if not isinstance(decided, dict) or not isinstance(predicted, dict):
-        raise broken(f"decided is {decided!r} and predicted is {predicted!r}, not objects")
-    if not (capture is None or (isinstance(capture, list) and len(capture) == 2)):
+    if capture is not None and not (isinstance(capture, list) and len(capture) == 2):
         raise broken(f"capture is {capture!r}, not two descriptors")
-    return LaunchPlan(
-        run_id=run_id,
-        device=device,
-        store=store,
-        beats=beats,
-        overrides=overrides,
-        attempt=attempt,
-        trial=trial,
-        capture=None if capture is None else (capture[0], capture[1]),
-        decided=decided,
-        predicted=predicted,
-    )
+    try:
+        trial = None if trial is None else Trial(**{**trial, "keep": tuple(trial.get("keep", ()))})
+        return LaunchPlan(**{**values, "trial": trial, "capture": capture and (capture[0], capture[1])})
+    except (TypeError, AttributeError) as error:
+        raise broken(str(error)) from error

@@ -24,6 +24,7 @@ from evener.plan.values import Cut
 
 # Keywords of Run that a plan decides; what the script gives itself stays.
 DECIDED = ("strategy", "precision", "microbatch_size", "activation_checkpointing", "saved_activations")
+_RETRACED = 8  # the chosen cut is traced as it is on so many ranks at most: what a trace costs grows with the world
 
 
 def machine_of(
@@ -33,36 +34,30 @@ def machine_of(
     cpu: bool = False,
     nproc: int | None = None,
     nodes: int = 1,
-    environ: Mapping[str, str] | None = None,
 ) -> Machine:
     """The devices to plan for: a kind by name or file, a recording of `evener gpus --record`, or this machine.
 
     nproc: GPUs (processes) on each node; None: one for a named kind, all of one kind that a recording or machine has.
     """
-    count = sum((gpu is not None, recorded is not None, cpu))
-    if count > 1:
+    if sum((gpu is not None, recorded is not None, cpu)) > 1:
         raise UsageError("--gpu, --gpus and --cpu exclude each other.", fix=["give one of them, or none: this machine"])
     for option, value in (("--nproc", nproc), ("--nodes", nodes)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: at least 1.", fix=[f"{option} 1"])
     if gpu is not None:
-        kind = facts.kinds_from(gpu)[0] if gpu.endswith(".toml") else facts.named(gpu)
-        return _of_kind(kind, nproc or 1, nodes)
+        kind, count = facts.kinds_from(gpu)[0] if gpu.endswith(".toml") else facts.named(gpu), nproc or 1
+        source = kind.usable_source or f"the sheet's memory less what other kinds lose: {kind.source}"
+        return Machine("cuda", _named(count, nodes, kind.name), kind.capacity_bytes, source, count, nodes, kind)
     if recorded is not None:
         return _of_snapshot(look.read_recording(recorded), nproc, nodes, recorded)
     if not cpu:
-        snapshot = look.look(os.environ if environ is None else environ)
+        snapshot = look.look(os.environ)
         if snapshot.gpus:
             return _of_snapshot(snapshot, nproc, nodes, "this machine")
         trouble = snapshot.trouble
         if trouble is not None and trouble.broken:
             raise ShortageError(trouble.cause, evidence=trouble.evidence, fix=[*trouble.fix, "--gpu NAME, or --cpu"])
     return _this_cpu(nproc or 1, nodes)
-
-
-def _of_kind(kind: facts.GpuKind, nproc: int, nodes: int) -> Machine:
-    source = kind.usable_source or f"the sheet's memory less what other kinds lose: {kind.source}"
-    return Machine("cuda", _named(nproc, nodes, kind.name), kind.capacity_bytes, source, nproc, nodes, kind)
 
 
 def _named(nproc: int, nodes: int, name: str) -> str:
@@ -74,26 +69,22 @@ def _of_snapshot(snapshot: Snapshot, nproc: int | None, nodes: int, where: str) 
     able = [one for one in snapshot.gpus if one.error is None and one.memory_total_bytes and not one.mig_enabled]
     if not able:
         raise ShortageError(f"{where} has no GPU that could be planned for.", fix=["--gpu NAME plans for any kind"])
-    name = Counter(one.name for one in able).most_common(1)[0][0]
-    same = [one for one in able if one.name == name]
+    name = Counter(one.name for one in able).most_common(1)[0][0] or "unknown"
+    same = [one for one in able if (one.name or "unknown") == name]
     if nproc is not None and nproc > len(same):
         raise ShortageError(
             f"{where} has {len(same)} x {name}, and {nproc} are asked for.", fix=["--gpu NAME --nproc N"]
         )
     same = sorted(same, key=_room, reverse=True)[: nproc or len(same)]
-    known = facts.find(name or "")
-    room = min(_room(one) for one in same)
-    total = min(one.memory_total_bytes or 0 for one in same)
-    cc = same[0].compute_capability
-    kind = known or facts.GpuKind(name or "unknown", memory_bytes=total, compute_capability=cc, source=where)
+    total, cc = min(one.memory_total_bytes or 0 for one in same), same[0].compute_capability
+    kind = facts.find(name) or facts.GpuKind(name, memory_bytes=total, compute_capability=cc, source=where)
     ids = {one.index for one in same}
     between = [one for one in snapshot.links if one.a in ids and one.b in ids]
     nvlink = all(one.nvlinks for one in between) if between else None
-    if known is None or known.usable_bytes is None:
-        capacity, source = room, f"{where}: the driver's total less its own part"
-    else:
-        capacity, source = min(room, known.usable_bytes), f"{where}, and {known.usable_source}"
-    return Machine("cuda", _named(len(same), nodes, name or "GPU"), capacity, source, len(same), nodes, kind, nvlink)
+    capacity, source = min(_room(one) for one in same), f"{where}: the driver's total less its own part"
+    if kind.usable_bytes is not None:
+        capacity, source = min(capacity, kind.usable_bytes), f"{where}, and {kind.usable_source}"
+    return Machine("cuda", _named(len(same), nodes, name), capacity, source, len(same), nodes, kind, nvlink)
 
 
 def _room(one: Gpu) -> int:
@@ -115,21 +106,27 @@ def _this_cpu(nproc: int, nodes: int) -> Machine:
 
 
 def calibration_path() -> Path:
-    """Where what was measured on this user's GPUs is kept."""
+    """Where what was measured on this user's devices is kept."""
     return Path.home() / ".cache" / "evener" / "calibration.json"
 
 
 def calibrated(machine: Machine, path: Path | None = None) -> Machine:
     """The machine with what a calibration file says about its kind; unchanged where there is none."""
     where = path or calibration_path()
-    if machine.kind is None or (path is None and not where.is_file()):
+    if path is None and not where.is_file():
         return machine
     try:
-        known = json.loads(where.read_text(encoding="utf-8"))["gpus"]
-        found = known.get(machine.kind.name, {})
+        found = json.loads(where.read_text(encoding="utf-8"))["gpus"].get(machine.kind_name, {})
         values = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(f"{where} is no calibration.", evidence=[repr(error)], fix=["delete it"]) from None
+    if machine.device == "cpu" and values:  # no sheet: what was measured is the peak, and processes share it
+        peak = {name: values[name] / machine.gpus for name in ("fp32", "bf16", "fp16") if name in values}
+        memory, network = (values.get(f"{name}_bytes_per_second") for name in ("memory", "network"))
+        memory = memory and memory / machine.gpus
+        kind = facts.GpuKind("cpu", peak=peak, memory_bandwidth=memory, pcie_bandwidth=network, source="measured here")
+        values = {"matmul": 1.0, "memory": 1.0, "network": 1.0, "launch_us": values.get("launch_us", 0.0)}
+        return replace(machine, kind=kind, calibration=values)
     return replace(machine, calibration=values)
 
 
@@ -162,7 +159,7 @@ def make(
         raise next(iter(book.refused.values()))
     precision, saved = search.natural_precision(captured, machine), captured.asked("saved_activations")
     chosen, because = search.choose(rows, precision, saved)
-    if chosen is not None and chosen.how != "traced":
+    if chosen is not None and chosen.how != "traced" and chosen.cut.world_size <= _RETRACED:
         with suppress(EvenerError):  # the chosen one is traced as it is; everything else may follow from others
             exact = search.price(book.traced(chosen.cut), machine, captured)
             rows = [exact if row is chosen else row for row in rows]
@@ -174,21 +171,19 @@ def make(
         because += search.fragments(book.trace(chosen.cut), chosen, machine)
     others: tuple[str, ...] = ()
     if neighbours and machine.nodes == 1 and captured.asked("strategy") is None:
-        counts = [world + 1, *([world - 1] if world > 1 else [])]
-        others = tuple(search.neighbour(book, captured, machine, count) for count in counts)
+        book.progress = ""
+        others = tuple(
+            search.neighbour(book, captured, machine, count) for count in (world + 1, world - 1) if count > 0
+        )
     return Plan(
-        chosen=chosen,
-        because=(*because, *_reasons(chosen, rows, captured, machine)),
-        rows=tuple(rows),
-        machine=machine.name,
-        capacity_bytes=machine.capacity_bytes,
-        global_batch_size=captured.global_batch_size,
-        nodes=machine.nodes,
-        device=machine.device,
-        kind=_kind_name(machine),
+        chosen,
+        (*because, *_reasons(chosen, rows, captured, machine)),
+        tuple(rows),
+        machine,
+        captured.global_batch_size,
         neighbours=others,
         untraced=tuple(dict.fromkeys(line for row in rows for line in row.untraced)),
-        notes=(*_left(left), *_notes(rows, captured, machine)),
+        notes=_notes(rows, left, captured, machine),
         keywords=_keywords(chosen, captured),
         overrides={name: one["value"] for name, one in captured.given.items() if one["origin"] == "flag"},
     )
@@ -196,11 +191,10 @@ def make(
 
 def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: Machine) -> list[str]:
     room = f"{machine.capacity_bytes / GIB:.2f} GiB usable ({machine.capacity_from})"
-    lines = [room]
-    if chosen is None or chosen.device_total_bytes is None:
-        smallest = min((row.device_total_bytes for row in rows if row.device_total_bytes), default=None)
-        return [*lines, f"the smallest cut needs {search.amount(smallest)}"] if smallest else lines
-    lines[0] = f"{search.amount(chosen.device_total_bytes)} (up to {search.amount(chosen.high_bytes)}) of {room}"
+    if chosen is None:
+        least = min((size for row in rows if (size := row.device_total_bytes or row.low_bytes)), default=None)
+        return [room, f"the smallest cut needs {search.amount(least)}"] if least else [room]
+    lines = [f"{search.amount(chosen.device_total_bytes)} (up to {search.amount(chosen.high_bytes)}) of {room}"]
     for name in DECIDED:
         if captured.asked(name) is not None:
             lines.append(f"{name}={captured.given[name]['value']!r} was given ({captured.given[name]['origin']})")
@@ -209,23 +203,14 @@ def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: M
     return lines
 
 
-def _left(cuts: list[Cut]) -> list[str]:
-    if not cuts:
-        return []
-    names = [" ".join((one.strategy, one.precision, f"recompute {one.activation_checkpointing}")) for one in cuts]
-    return [f"not compared, for the sake of time (--all does): {', '.join(names)}"]
-
-
-def _kind_name(machine: Machine) -> str:
-    return machine.kind.name if machine.kind is not None else machine.device
-
-
-def _notes(rows: list[Row], captured: Captured, machine: Machine) -> tuple[str, ...]:
-    notes = [line for row in rows for line in row.notes]
+def _notes(rows: list[Row], left: list[Cut], captured: Captured, machine: Machine) -> tuple[str, ...]:
+    names = [" ".join((one.strategy, one.precision, f"recompute {one.activation_checkpointing}")) for one in left]
+    notes = [f"not compared, for the sake of time (--all does): {', '.join(names)}"] * bool(left)
+    notes += [line for row in rows for line in row.notes]
     if captured.on_cpu:
         where = ", ".join(captured.on_cpu[:4])
         notes.append(f"the script says cuda before its Run ({where}): taken for the CPU here; leave the device to Run")
-    if (line := remembered(_kind_name(machine))) is not None:
+    if (line := remembered(machine.kind_name)) is not None:
         notes.append(line)
     guessed = {term.name for row in rows for term in row.terms if term.how == "guessed"}
     if guessed:
@@ -237,16 +222,11 @@ def _keywords(chosen: Row | None, captured: Captured) -> dict[str, Any]:
     """What `evener run --plan` hands to Run: only factors that the script leaves open."""
     if chosen is None:
         return {}
-    cut = chosen.cut
-    values = {name: getattr(cut, name) for name in DECIDED}
+    values = {name: getattr(chosen.cut, name) for name in DECIDED if captured.asked(name) is None}
     plain = {"activation_checkpointing": "none", "saved_activations": "keep"}
-    return {
-        name: value
-        for name, value in values.items()
-        if captured.asked(name) is None
-        and value != plain.get(name)
-        and not (name == "microbatch_size" and (cut.microbatches == 1 or captured.slice_size is not None))
-    }
+    if chosen.cut.microbatches == 1 or captured.slice_size is not None:
+        values.pop("microbatch_size", None)
+    return {name: value for name, value in values.items() if value != plain.get(name)}
 
 
 def read_plan_file(path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
@@ -277,7 +257,7 @@ def remember(entry: Mapping[str, Any]) -> None:
 
 def remembered(kind: str) -> str | None:
     """How predictions for this kind of device came out, in one line; None where no planned run has ended on it."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
         entries = map(json.loads, calibration_path().with_name("peaks.jsonl").read_text("utf-8").splitlines())
         off = sorted(one["real_bytes"] / one["predicted_bytes"] - 1 for one in entries if one["kind"] == kind)
         return f"{len(off)} planned runs on {kind} ended between {off[0]:+.1%} and {off[-1]:+.1%} of their prediction"

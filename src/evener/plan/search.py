@@ -19,17 +19,18 @@ from typing import Any
 from evener import facts
 from evener.errors import EvenerError, UsageError
 from evener.facts import GIB, MIB
-from evener.plan import clock, estimate
+from evener.plan import clock
 from evener.plan.allocator import replay
 from evener.plan.captured import Captured
 from evener.plan.clock import Machine
+from evener.plan.memory import Family, peak_of, support, terms_of
 from evener.plan.values import Cut, Share, Term, Trace
 
 RESERVED_MARGIN = 0.12
 ENOUGH_SECONDS = 60.0  # of tracing, when a cut that fits is found: then the rest is not compared unless asked
-VERDICTS = ("fits", "tight", "does not fit", "not possible")
 RECOMPUTE = ("none", "selective", "full")
 _ORDER = ("single", "ddp", "dp", "hsdp", "fsdp")  # what is simpler and moves less, first
+_STATES = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2}  # at least so many copies of the parameters
 
 Tracer = Callable[[Cut], Trace]
 
@@ -39,7 +40,7 @@ class Row:
     """One cut, judged. Bytes of one rank; `seconds` of one update; None where it is not known or not possible."""
 
     cut: Cut
-    verdict: str
+    verdict: str  # "fits", "tight", "does not fit", "not possible"
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     device_total_bytes: int | None = None
@@ -55,27 +56,22 @@ class Row:
     terms: tuple[Term, ...] = ()
     untraced: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    reason: str = ""  # why it is not possible
+    reason: str = ""  # why it is not possible, or does not fit whatever its activations are
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
-        cut = values.pop("cut")
-        return {**cut, **values}
+        return {**values.pop("cut"), **values}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided, why, and everything that was compared. Frozen; JSON both ways."""
+    """What was decided, why, and everything that was compared. Frozen."""
 
     chosen: Row | None
     because: tuple[str, ...]
-    rows: tuple[Row, ...]
-    machine: str
-    capacity_bytes: int
+    cuts: tuple[Row, ...]
+    machine: Machine
     global_batch_size: int
-    nodes: int = 1
-    device: str = "cuda"
-    kind: str = ""
     neighbours: tuple[str, ...] = ()
     untraced: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -84,37 +80,24 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The contract of `evener plan --json`."""
+        machine = {name: getattr(self.machine, name) for name in ("name", "device", "capacity_bytes", "nodes")}
         return {
+            **vars(self),
             "chosen": None if self.chosen is None else self.chosen.to_json(),
-            "because": list(self.because),
-            "cuts": [row.to_json() for row in self.rows],
-            "untraced": list(self.untraced),
-            "notes": list(self.notes),
-            "neighbours": list(self.neighbours),
-            "keywords": dict(self.keywords),
-            "overrides": dict(self.overrides),
-            "machine": {
-                "name": self.machine,
-                "device": self.device,
-                "kind": self.kind,
-                "capacity_bytes": self.capacity_bytes,
-                "nodes": self.nodes,
-            },
-            "global_batch_size": self.global_batch_size,
+            "cuts": [row.to_json() for row in self.cuts],
+            "machine": {**machine, "kind": self.machine.kind_name},
         }
 
 
 class Book:
-    """Traces that were made, and any cut of their families: few are traced, the rest follows from them.
-
-    Sizes are affine in the microbatch and in one over the number of shards (see `memory`).
-    """
+    """Traces that were made, and any cut of their families: few are traced, the rest follows from them."""
 
     def __init__(self, tracer: Tracer, say: Callable[[str], None]) -> None:
         self.tracer, self.say = tracer, say
+        self.progress = ""
         self.made: dict[Cut, Trace] = {}
         self.seconds = 0.0
-        self.families: dict[tuple[Cut, int], estimate.Family | None] = {}
+        self.families: dict[Cut, Family | None] = {}
         self.refused: dict[Cut, EvenerError] = {}
 
     def traced(self, cut: Cut) -> Trace:
@@ -122,7 +105,7 @@ class Book:
         if cut.family in self.refused:
             raise self.refused[cut.family]
         if cut not in self.made:
-            self.say(f"tracing {cut.words()}")
+            self.say(f"{self.progress}tracing {cut.words()}")
             began = time.monotonic()
             try:
                 self.made[cut] = self.tracer(cut)
@@ -137,64 +120,54 @@ class Book:
         """Of any cut: traced, or put together from traces of other sizes."""
         if cut in self.made:
             return self.made[cut]
-        key = (cut.family, min(2, cut.microbatches))
-        if key not in self.families:
+        if cut.family not in self.families:
             few = replace(cut, microbatches=min(2, cut.microbatches))
-            traces = [self.traced(one) for one in estimate.support(few)]
             try:
-                self.families[key] = estimate.Family(traces)
+                self.families[cut.family] = Family([self.traced(one) for one in support(few)])
             except UsageError:  # the step itself is another one at another size: each is traced by itself
-                self.families[key] = None
-        family = self.families[key]
+                self.families[cut.family] = None
+        family = self.families[cut.family]
         return family.trace(cut) if family is not None and family.covers(cut) else self.traced(cut)
 
 
 def price(trace: Trace, machine: Machine, captured: Captured) -> Row:
     """A row from a trace: what it reserves, whether that fits, how long it takes."""
-    cut, told = trace.cut, estimate.of(trace)
-    rest = (cut.microbatches * cut.microbatch_size - trace.rows) * trace.row_bytes  # rows that were not traced
-    workspaces = [*(max(0, term.bytes) for term in told.terms), max(0, rest)]
-    base = _overheads(cut, machine, captured)
-    spread = {"low": told.low_bytes, "mid": told.peak_allocated_bytes, "high": told.high_bytes}
-    reserved = told.peak_allocated_bytes
+    cut, peak, terms = trace.cut, peak_of(trace), terms_of(trace)
+    base, room = _overheads(cut, machine, captured), machine.capacity_bytes
+    allocated = peak.bytes + sum(term.bytes for term in terms)
+    low = peak.least + sum(term.low_bytes for term in (*terms, *base))
+    high = peak.bytes + sum(term.high_bytes for term in terms)
+    reserved, again = allocated, False
     if machine.device == "cuda":
-        reserved = max(reserved, replay(trace.events, workspaces=workspaces).reserved_bytes)
-        spread["mid"], spread["high"] = reserved, int(max(spread["high"], reserved) * (1 + RESERVED_MARGIN))
-    low, mid, high = (spread[end] + sum(getattr(term, name) for term in base) for end, name in _ENDS)
-    room = machine.capacity_bytes
-    if high <= room:
-        verdict = "fits"
-    elif mid <= room:
-        verdict = "tight"
-    else:
-        left = room - (mid - spread["mid"])
-        short = machine.device == "cuda" and low <= room
-        # The allocator gives back what it keeps before it gives up.
-        again = short and replay(trace.events, workspaces=workspaces, capacity=max(0, left)).failed_at is None
-        verdict = "tight" if again else "does not fit"
+        workspaces = [*(term.bytes for term in terms), trace.rest_bytes]
+        reserved = max(allocated, replay(trace.events, workspaces=workspaces).reserved_bytes)
+        high = max(high, int(reserved * (1 + RESERVED_MARGIN)))
+        left = room - sum(term.bytes for term in base)
+        if low <= room < reserved + room - left:  # the allocator gives back what it keeps before it gives up
+            again = replay(trace.events, workspaces=workspaces, capacity=max(0, left)).failed_at is None
+    total = reserved + sum(term.bytes for term in base)
+    high += sum(term.high_bytes for term in base)
     took = clock.seconds(trace, machine, tf32=cut.precision == "tf32")
+    guessed = [f"{term.name}: {term.source}" for term in terms if term.how == "guessed"]
     return Row(
         cut,
-        verdict,
-        told.peak_allocated_bytes,
-        reserved,
-        mid,
-        low,
-        high,
-        took.mid,
-        took.low,
-        took.high,
-        captured.global_batch_size / took.mid if took.mid else None,
-        told.phase,
-        told.how,
-        told.at_peak,
-        (*told.terms, *base),
-        tuple(dict.fromkeys((*told.untraced, *trace.untraced))),
-        tuple(dict.fromkeys((*trace.notes, *took.because))),
+        "fits" if high <= room else "tight" if total <= room or again else "does not fit",
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        device_total_bytes=total,
+        low_bytes=low,
+        high_bytes=high,
+        seconds_per_update=took.mid,
+        seconds_low=took.low,
+        seconds_high=took.high,
+        rows_per_second=captured.global_batch_size / took.mid if took.mid else None,
+        phase=peak.phase,
+        how=trace.how,
+        at_peak=peak.at_peak,
+        terms=(*terms, *base),
+        untraced=tuple(dict.fromkeys((*trace.untraced, *guessed))),
+        notes=tuple(dict.fromkeys((*trace.notes, *took.because))),
     )
-
-
-_ENDS = (("low", "low_bytes"), ("mid", "bytes"), ("high", "high_bytes"))
 
 
 def _overheads(cut: Cut, machine: Machine, captured: Captured) -> list[Term]:
@@ -202,20 +175,18 @@ def _overheads(cut: Cut, machine: Machine, captured: Captured) -> list[Term]:
     if machine.device != "cuda":
         held = captured.process_bytes
         return [Term("libraries and dataset in this process", held, held, int(held * 1.2), "modelled", "measured here")]
-    table, measured = facts.overheads(), machine.calibration
 
-    def term(name: str, row: str, key: str) -> Term:
-        if key in measured:
-            found = int(measured[key])
-            return Term(name, found, found, int(found * 1.1), "modelled", "calibration")
-        low, mid, high = (int(table[row][end] * MIB) for end in ("low", "mid", "high"))
-        return Term(name, low, mid, high, "guessed", table[row]["source"])
+    def term(name: str, row: str) -> Term:
+        found = machine.calibration.get(f"{row}_bytes")
+        if found is not None:
+            return Term(name, int(found), int(found), int(found * 1.1), "modelled", "calibration")
+        sizes = facts.overheads()[row]
+        low, mid, high = (int(sizes[end] * MIB) for end in ("low", "mid", "high"))
+        return Term(name, low, mid, high, "guessed", sizes["source"])
 
-    terms = [term("CUDA context and kernels", "context", "context_bytes")]
-    if cut.world_size > 1:
-        terms.append(term("NCCL", "nccl", "nccl_bytes"))
-        if cut.strategy == "hsdp":
-            terms.append(term("NCCL, second communicator", "more_nccl", "more_nccl_bytes"))
+    terms = [term("CUDA context and kernels", "context")]
+    terms += [term("NCCL", "nccl")] * (cut.world_size > 1)
+    terms += [term("NCCL, second communicator", "more_nccl")] * (cut.world_size > 1 and cut.strategy == "hsdp")
     return terms
 
 
@@ -243,32 +214,25 @@ def with_microbatch(cut: Cut, captured: Captured, size: int) -> Cut:
     return replace(cut, microbatch_size=-(-rows // pieces), microbatches=pieces)
 
 
-def combinations(captured: Captured, machine: Machine, world: int) -> Iterator[Cut]:
-    """Open factors, in the order in which a cut is preferred; microbatches are left at 1."""
-    strategy = captured.asked("strategy")
-    if strategy is not None:
-        strategies: Iterable[str] = (strategy,)
-    elif world == 1:
-        strategies = ("single",)
-    else:
-        strategies = ("ddp", "fsdp") if machine.nodes == 1 else ("ddp", "hsdp", "fsdp")
-    natural = natural_precision(captured, machine)
-    recompute = captured.asked("activation_checkpointing")
-    kept = captured.asked("saved_activations")
-    first = True
-    for name in strategies:
+def combinations(captured: Captured, machine: Machine, world: int) -> list[Cut]:
+    """Open factors, in the order in which a cut is preferred; microbatches are left at 1.
+
+    Every strategy before more is computed again; what changes activations, and the other precision, come last.
+    """
+    strategy, kept = captured.asked("strategy"), captured.asked("saved_activations")
+    strategies = ["single"] if world == 1 else ["ddp", *["hsdp"] * (machine.nodes > 1), "fsdp"]
+    natural, again = natural_precision(captured, machine), captured.asked("activation_checkpointing")
+    first = []
+    for name in strategies if strategy is None else [strategy]:
         ranks, devices = (1, world) if name == "dp" else (world, 1)
-        one = Cut(name, natural, "none", kept or "keep", world_size=ranks, devices=devices)
-        one = replace(one, replicas=machine.nodes if name == "hsdp" else 1)
-        for again in RECOMPUTE if recompute is None else (recompute,):
-            yield replace(one, activation_checkpointing=again)
-        if captured.saves and machine.device == "cuda" and kept is None and recompute in (None, "none"):
-            yield replace(one, saved_activations="offload")
-            yield replace(one, saved_activations="int8")  # approximate: shown, chosen by people alone
-        if first and natural != "fp32" and captured.asked("precision") is None:
-            # Shown once, for comparison; never chosen.
-            yield replace(one, precision="fp32", activation_checkpointing=recompute or "none")
-        first = False
+        replicas = machine.nodes if name == "hsdp" else 1
+        first.append(Cut(name, natural, "none", kept or "keep", 1, 1, ranks, devices, replicas))
+    cuts = [replace(one, activation_checkpointing=how) for how in ([again] if again else RECOMPUTE) for one in first]
+    if machine.device == "cuda" and kept is None and again in (None, "none"):
+        cuts += [replace(one, saved_activations=how) for one in first for how in ("offload", "int8")]
+    if natural != "fp32" and captured.asked("precision") is None:  # shown once, for comparison; never chosen
+        cuts.append(replace(first[0], precision="fp32", activation_checkpointing=again or "none"))
+    return cuts
 
 
 def natural_precision(captured: Captured, machine: Machine) -> str:
@@ -288,17 +252,34 @@ def rows_of(
     """Every combination: the largest microbatch that fits, after those that do not; and what was left out."""
     rows: list[Row] = []
     left: list[Cut] = []
-    for cut in combinations(captured, machine, world):
+    cuts = combinations(captured, machine, world)
+    for number, cut in enumerate(cuts, 1):
+        book.progress = f"{number}/{len(cuts)} "
         if not everything and book.seconds > ENOUGH_SECONDS and any(row.verdict == "fits" for row in rows):
             left.append(cut)
         else:
             rows += _sizes(book, cut, captured, machine)
+    plain = {_figures(row): row for row in rows if row.cut.saved_activations == "keep"}
+    rows = [row for row in rows if row.cut.saved_activations == "keep" or _figures(row) not in plain]
+    rows.sort(key=lambda row: (_ORDER.index(row.cut.strategy), row.cut.precision != cuts[0].precision))
     return rows, left
 
 
+def _figures(row: Row) -> tuple[Any, ...]:
+    """Rows with the same ones, saved_activations apart, are shown once: there is nothing that it changes."""
+    cut, total = replace(row.cut, saved_activations="keep"), row.device_total_bytes
+    return (cut, row.verdict, row.peak_allocated_bytes, total) if total else (row.cut,)
+
+
 def _sizes(book: Book, cut: Cut, captured: Captured, machine: Machine) -> Iterator[Row]:
-    """From the largest microbatch on, until one fits."""
+    """From the largest microbatch on, until one fits. Where what is there without activations is too much, nothing is
+    traced."""
     sizes = microbatches(captured, cut.world_size)
+    least = states_bytes(cut, captured)
+    if least > machine.capacity_bytes:
+        reason = f"parameters, gradients and optimizer state alone take {amount(least)}"
+        yield Row(with_microbatch(cut, captured, sizes[-1]), "does not fit", low_bytes=least, reason=reason)
+        return
     for size in sizes:
         asked = with_microbatch(cut, captured, size)
         try:
@@ -317,61 +298,55 @@ def _sizes(book: Book, cut: Cut, captured: Captured, machine: Machine) -> Iterat
             return
 
 
+def states_bytes(cut: Cut, captured: Captured) -> int:
+    """Certainly there when the optimizer steps, whatever the activations are."""
+    width = 0.5 if cut.precision.endswith("-true") else 1.0
+    states = min((_STATES.get(name, 0) for name in captured.optimizers), default=0)
+    trained = captured.trainable / max(1, captured.parameters)
+    return int(captured.parameter_bytes * width * (1 + (1 + states) * trained) / cut.shards)
+
+
 def choose(rows: Iterable[Row], precision: str, saved: str | None = None) -> tuple[Row | None, list[str]]:
     """The fastest cut that fits; without known times the simplest, with the largest microbatch. And why.
 
     Of the run's own precision, and without lossy activations unless the script asks for them (`saved`).
     """
-    order = {"fits": 0, "tight": 1}
-    able = [row for row in rows if row.verdict in order and row.cut.precision == precision]
-    able = [row for row in able if row.cut.saved_activations != "int8" or saved == "int8"]
+    able = [
+        row
+        for row in rows
+        if row.cut.precision == precision and row.cut.saved_activations in ("keep", "offload", saved)
+    ]
+    fit = [row for row in able if row.verdict == "fits"]
+    why = [] if fit else ["nothing fits with certainty; the run's out-of-memory ladder may have to cut further"]
+    able = fit or [row for row in able if row.verdict == "tight"]
     if not able:
         return None, ["no cut fits"]
-    best = min(order[row.verdict] for row in able)
-    able = [row for row in able if order[row.verdict] == best]
-    why = [] if best == 0 else ["nothing fits with certainty; the run's out-of-memory ladder may have to cut further"]
 
-    def simple(row: Row) -> tuple[int, int, int, int]:
-        cut = row.cut
-        return (
-            _ORDER.index(cut.strategy) if cut.strategy in _ORDER else len(_ORDER),
-            RECOMPUTE.index(cut.activation_checkpointing) if cut.activation_checkpointing in RECOMPUTE else 1,
-            int(cut.saved_activations != "keep"),
-            cut.microbatches,
-        )
+    def simple(row: Row) -> tuple[int, int, bool, int]:
+        cut, again = row.cut, row.cut.activation_checkpointing
+        recompute = RECOMPUTE.index(again) if again in RECOMPUTE else 1
+        return _ORDER.index(cut.strategy), recompute, cut.saved_activations != "keep", cut.microbatches
 
-    times = [row.seconds_per_update for row in able]
-    if all(one is not None for one in times):
-        fastest = min(one for one in times if one is not None)
-        # Within 3 % times are equal, as far as a roofline can tell.
-        near = [row for row in able if row.seconds_per_update is not None and row.seconds_per_update <= fastest * 1.03]
-        chosen = min(near, key=simple)
-        if len(able) > 1:
-            why.append(f"the fastest of the {len(able)} cuts in {precision} that {'fit' if best == 0 else 'may fit'}")
-            if len(near) > 1:
-                why.append(f"{len(near)} are within 3 % of each other: the simplest of them")
-    else:
-        chosen = min(able, key=simple)
-        why.append("times are not known: the simplest cut that fits, in the fewest pieces")
-    return chosen, why
+    times = [row.seconds_per_update for row in able if row.seconds_per_update is not None]
+    if len(times) < len(able):
+        return min(able, key=simple), [*why, "times are not known: the simplest cut that fits, in the fewest pieces"]
+    # Within 3 % times are equal, as far as a roofline can tell.
+    near = [row for row, took in zip(able, times) if took <= min(times) * 1.03]
+    if len(able) > 1:
+        why.append(f"the fastest of the {len(able)} cuts in {precision} that {'fit' if fit else 'may fit'}")
+        why += [f"{len(near)} are within 3 % of each other: the simplest of them"] * (len(near) > 1)
+    return min(near, key=simple), why
 
 
 def fragments(trace: Trace, row: Row, machine: Machine) -> list[str]:
     """What torch's other allocator setting would save, where that is more than 3 %."""
     if machine.device != "cuda" or row.peak_reserved_bytes is None:
         return []
-    other = replay(trace.events, expandable=True, workspaces=[max(0, term.bytes) for term in estimate.of(trace).terms])
+    other = replay(trace.events, expandable=True, workspaces=[term.bytes for term in terms_of(trace)])
     if other.reserved_bytes > row.peak_reserved_bytes * 0.97:
         return []
     less, setting = amount(other.reserved_bytes), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     return [f"{setting} would reserve {less} in place of {amount(row.peak_reserved_bytes)}"]
-
-
-def amount(count: int | None) -> str:
-    """For readers: 12.34 GiB, 56.7 MiB, ? where it is not known."""
-    if count is None:
-        return "?"
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def neighbour(book: Book, captured: Captured, machine: Machine, world: int) -> str:
@@ -380,16 +355,21 @@ def neighbour(book: Book, captured: Captured, machine: Machine, world: int) -> s
     if world < 1 or world > captured.global_batch_size:
         return f"{what}: not possible"
     other = replace(machine, gpus=max(1, math.ceil(world / machine.nodes)))
-    chosen = None
     for cut in combinations(captured, other, world):  # the first that fits, for the sake of time
         if cut.precision == natural_precision(captured, machine):
             chosen, _ = choose(_sizes(book, cut, captured, other), cut.precision, cut.saved_activations)
             if chosen is not None:
-                break
-    if chosen is None:
-        return f"{what}: no cut fits"
-    time = "" if chosen.seconds_per_update is None else f", {duration(chosen.seconds_per_update)} an update"
-    return f"{what}: {chosen.cut.words()}, {amount(chosen.device_total_bytes)}{time} ({chosen.verdict})"
+                took = chosen.seconds_per_update
+                time = "" if took is None else f", {duration(took)} an update"
+                return f"{what}: {chosen.cut.words()}, {amount(chosen.device_total_bytes)}{time} ({chosen.verdict})"
+    return f"{what}: no cut fits"
+
+
+def amount(count: int | None) -> str:
+    """For readers: 12.34 GiB, 56.7 MiB, ? where it is not known."""
+    if count is None:
+        return "?"
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def duration(seconds: float | None) -> str:

@@ -1,41 +1,25 @@
-"""The values that planning is made of: what was traced (`Trace`), of which cut (`Cut`), and what follows (`Estimate`).
+"""The values that planning is made of: what was traced (`Trace`), of which cut (`Cut`).
 
-Frozen, standard library only, and JSON both ways: traces are made in a child process that has torch (room `measure`,
-`trace.py`) and are read by rooms that have not (`memory`, `allocator`, `clock`).
+Frozen, standard library only, and JSON both ways: traces are made in a child process that has torch (room `measure`)
+and are read by rooms that have not (`memory`, `allocator`, `clock`).
 
 One `Trace` is two updates on one rank: the first creates gradients and optimizer state, the second is the steady one.
 Sizes are what the operation asks the allocator for (`untyped_storage().nbytes()`), before any rounding.
 
-    from evener.measure.trace import Step              # in the child process that has the user's objects
-    step = Step(model, optimizer, loss_fn, batch, keywords)   # batch: at least 1 row, real or fake; keywords: of Run
-    trace = step.trace(cut, device="cuda", capability=(9, 0)) # or trace_forked: a copy of the process does it
-
-    from evener.plan import estimate                   # torch-free: which traces are worth making, and what follows
-    estimate.support(cut) -> [Cut, ...]                # what to trace so that `cut` and all of its family follow
-    estimate.Family(traces).trace(cut) -> Trace        # for a microbatch or world size in between: extrapolated
-    estimate.of(trace) -> Estimate
-
     trace.events[:trace.updates[0]]                    what lives before the first update (parameters, buffers, ...)
     trace.events[trace.updates[0]:trace.updates[1]]    update 0
     trace.events[trace.updates[1]:]                    update 1: time is priced from this one
+
+Categories of storage: parameter (gathered ones too), gradient, optimizer, buffer, activation (made in a forward and
+kept for its backward), temporary, batch, communication (buckets, what collectives read and write).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-CATEGORIES = (
-    "parameter",  # the model's, and under fsdp the whole parameters that a block gathers for its forward and backward
-    "gradient",  # what `.grad` holds between a backward and the optimizer
-    "optimizer",  # its state
-    "buffer",  # of the model, and the engine's own small tensors
-    "activation",  # made in a forward (recomputed ones too) and kept for the backward
-    "temporary",  # anything that is gone before the piece, the reduction or the optimizer step ends
-    "batch",  # rows on the device
-    "communication",  # gradient buckets, what collectives read from and write to
-)
 PHASES = ("start", "forward", "backward", "reduce", "optimizer")
 
 
@@ -80,9 +64,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective, where the step starts it.
+    """One collective ("all_reduce", "all_gather", ...), where the step starts it.
 
-    kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", ...
     bytes: the larger of its input and output on one rank (the whole of an all-gather's result).
     group: number of ranks in it.
     waits: True where the step waits for it at once, False where it overlaps what follows.
@@ -107,8 +90,7 @@ class Cut:
 
     microbatch_size: rows that go through the model at once on one rank.
     microbatches: forwards of one rank in one update (its rows are at most their product).
-    world_size: ranks; 1 for "single" and "dp".
-    devices: GPUs of one process, for "dp"; else 1.
+    world_size: ranks; 1 for "single" and "dp". devices: GPUs of one process, for "dp"; else 1.
     replicas: groups of ranks that hold the same shards, for "hsdp"; else 1.
     """
 
@@ -125,14 +107,9 @@ class Cut:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Cut:
-        return Cut(**values)
-
     def words(self) -> str:
         """For messages: `fsdp on 8 ranks, bf16, recompute full, 4 microbatches x 16`"""
-        parts = [self.strategy if self.world_size * self.devices == 1 else f"{self.strategy} on {self.ranks} ranks"]
-        parts += [self.precision]
+        parts = [self.strategy if self.ranks == 1 else f"{self.strategy} on {self.ranks} ranks", self.precision]
         parts += [f"recompute {self.activation_checkpointing}"] * (self.activation_checkpointing != "none")
         parts += [f"activations {self.saved_activations}"] * (self.saved_activations != "keep")
         pieces = "microbatch" if self.microbatches == 1 else "microbatches"
@@ -142,6 +119,11 @@ class Cut:
     def ranks(self) -> int:
         """GPUs in use: ranks, or the devices of one process."""
         return self.world_size * self.devices
+
+    @property
+    def shards(self) -> int:
+        """Among how many ranks parameters, gradients and states are divided."""
+        return self.world_size // self.replicas if self.strategy in ("fsdp", "hsdp") else 1
 
     @property
     def family(self) -> Cut:
@@ -159,13 +141,11 @@ class Trace:
         capability: Compute capability assumed where device is "cuda", (8, 0); None for the CPU.
         updates: Where the first and the second update begin in `events`.
         pieces: Microbatches traced in each update; cut.microbatches may be larger, the rest repeats the last but one.
-        row_bytes: Bytes of one row of the batch. `events` hold the rows of the traced pieces; a rank keeps
-            cut.microbatches * cut.microbatch_size rows.
+        row_bytes: Of one row of the batch. `events` hold the rows of the traced pieces.
         rows: Rows that went through the model in each traced update on this rank.
         how: "traced", or "extrapolated" where it was put together from other traces.
         untraced: What the step does that no event shows, one line each.
-        notes: What was assumed (attention kernel, value-dependent shapes), one line each.
-        torch: The version that traced.
+        notes: What was assumed (attention kernel, repeated blocks), one line each.
     """
 
     cut: Cut
@@ -179,20 +159,21 @@ class Trace:
     how: str = "traced"
     untraced: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    torch: str = ""
 
     def steady(self) -> Iterator[Event]:
         """The events of update 1."""
         yield from self.events[self.updates[1] :]
 
+    @property
+    def rest_bytes(self) -> int:
+        """Rows of the rank's batch that wait on the device and were not traced."""
+        return max(0, self.cut.microbatches * self.cut.microbatch_size - self.rows) * self.row_bytes
+
     def to_json(self) -> dict[str, Any]:
         """Events become short lists: ["a", 7, 4096, "activation", "layers.0", "forward"]."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["cut"] = self.cut.to_json()
-        values["events"] = [
-            [_LETTERS[type(one)], *(getattr(one, name) for name in _FIELDS[type(one)])] for one in self.events
-        ]
-        return values
+        short = [[_LETTERS[type(e)], *(getattr(e, name) for name in _FIELDS[type(e)])] for e in self.events]
+        return {**values, "cut": self.cut.to_json(), "events": short}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Trace:
@@ -201,18 +182,8 @@ class Trace:
             if letter == "o":
                 fields[-1] = tuple(fields[-1])
             events.append(_KINDS[letter](*fields))
-        capability = values["capability"]
-        return Trace(
-            **{
-                **values,
-                "cut": Cut.from_json(values["cut"]),
-                "events": tuple(events),
-                "updates": tuple(values["updates"]),
-                "capability": None if capability is None else tuple(capability),
-                "untraced": tuple(values["untraced"]),
-                "notes": tuple(values["notes"]),
-            }
-        )
+        tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return Trace(**{**values, **tuples, "cut": Cut(**values["cut"]), "events": tuple(events)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +197,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand of an estimate that is in no trace, or beside it.
+    """One summand that is in no trace, or beside it; a scratch row's `bytes` are 0, because the trace has them.
 
-    how: "traced", "modelled" (an algebra that a test holds) or "guessed" (a figure of others, or a rule of thumb).
+    how: "modelled" (a documented rule), "guessed" (a figure of others, or a rule of thumb).
     """
 
     name: str
@@ -237,44 +208,3 @@ class Term:
     high_bytes: int
     how: str
     source: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What a cut needs of one device, before the allocator rounds and keeps (see `allocator`).
-
-    Attributes:
-        peak_allocated_bytes: torch's `max_memory_allocated`, as expected; `low_bytes` and `high_bytes` bound it.
-        phase: Where the peak is: one of PHASES.
-        phases: Peak of each phase, in bytes.
-        at_peak: What is alive there, largest first; the sum is peak_allocated_bytes without the terms' share.
-        how: "traced", or "extrapolated" from traces of other microbatches or world sizes.
-        terms: Workspaces and whatever else is not an event.
-        untraced: What is not counted, one line each.
-    """
-
-    cut: Cut
-    peak_allocated_bytes: int
-    low_bytes: int
-    high_bytes: int
-    phase: str
-    phases: Mapping[str, int] = field(default_factory=dict)
-    at_peak: tuple[Share, ...] = ()
-    how: str = "traced"
-    terms: tuple[Term, ...] = ()
-    untraced: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Estimate:
-        return Estimate(
-            **{
-                **values,
-                "cut": Cut.from_json(values["cut"]),
-                "at_peak": tuple(Share(**one) for one in values["at_peak"]),
-                "terms": tuple(Term(**one) for one in values["terms"]),
-                "untraced": tuple(values["untraced"]),
-            }
-        )

@@ -18,11 +18,11 @@ import json
 import os
 import runpy
 import sys
-import traceback
 from contextvars import ContextVar
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any, NoReturn, Unpack
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -32,7 +32,7 @@ from evener.data import Cursor, make_feed, source_of
 from evener.engine import batchnorm as bn
 from evener.engine.precision import decide
 from evener.engine.setup import by_name, decide_batch
-from evener.errors import EvenerError, UsageError
+from evener.errors import UsageError
 from evener.plan.captured import Captured
 from evener.plan.make import calibrated, machine_of, make
 from evener.plan.search import Plan
@@ -56,11 +56,11 @@ class StayOnCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.over:
             return func(*args, **kwargs)
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+        moves = func in (torch.Tensor.cuda, torch.Tensor.pin_memory)
+        if moves or any(map(_is_cuda, (*args, *kwargs.values()))):
             self._said()
-            return args[0]
-        if any(map(_is_cuda, args)) or any(map(_is_cuda, kwargs.values())):
-            self._said()
+            if moves:
+                return args[0]
             args = [torch.device("cpu") if _is_cuda(one) else one for one in args]
             kwargs = {name: torch.device("cpu") if _is_cuda(one) else one for name, one in kwargs.items()}
         return func(*args, **kwargs)
@@ -75,9 +75,7 @@ class StayOnCpu(TorchFunctionMode):
 
 
 def _is_cuda(value: Any) -> bool:
-    return (isinstance(value, torch.device) and value.type == "cuda") or (
-        isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
-    )
+    return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
 def main() -> None:
@@ -92,6 +90,8 @@ def main() -> None:
 
 def serve(config: Config, model: Any, optimizer: Any, loss_fn: Any, dataset: Any, pipes: tuple[int, int]) -> NoReturn:
     """Answers what the other end of `pipes` (read, write) asks about this Run's step, then ends the process."""
+    from evener.measure.trace import words
+
     staying = _STAYING.get()
     if staying is not None:
         staying.over = True
@@ -99,13 +99,17 @@ def serve(config: Config, model: Any, optimizer: Any, loss_fn: Any, dataset: Any
     with os.fdopen(pipes[0], "r", encoding="utf-8") as requests, os.fdopen(pipes[1], "w", encoding="utf-8") as answers:
         try:
             step, captured = _look(config, model, optimizer, loss_fn, dataset, tuple(staying.lines if staying else ()))
-        except Exception as error:
-            _tell(answers, error=_words(error))
-        else:
             _tell(answers, captured=asdict(captured))
-            for line in requests:
-                asked = json.loads(line)
-                _tell(answers, **_answer(step, asked))
+        except Exception as error:  # dataset and modules are the user's, and their errors belong in the plan
+            _tell(answers, error=words(error))
+            requests = ()  # type: ignore[assignment]
+        for asked in map(json.loads, requests):
+            cut, capability = Cut(**asked["cut"]), asked["capability"] and tuple(asked["capability"])
+            try:
+                trace = step.trace_forked(cut, device=asked["device"], capability=capability)
+                _tell(answers, trace=trace.to_json())
+            except Exception as error:
+                _tell(answers, error=words(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing of the script runs after its Run, no exit handler either
@@ -147,30 +151,9 @@ def make_plan(
     return make(trace, captured, machine)
 
 
-def _answer(step: Step, asked: dict[str, Any]) -> dict[str, Any]:
-    capability = tuple(asked["capability"]) if asked["capability"] else None
-    try:
-        trace = step.trace_forked(Cut.from_json(asked["cut"]), device=asked["device"], capability=capability)
-    except Exception as error:
-        return {"error": _words(error)}
-    return {"trace": trace.to_json()}
-
-
 def _tell(answers: IO[str], **values: Any) -> None:
     answers.write(json.dumps(values) + "\n")
     answers.flush()
-
-
-def _words(error: Exception) -> dict[str, Any]:
-    """Any exception: loss function, dataset and modules are the user's, and their errors belong in the plan."""
-    if isinstance(error, EvenerError):
-        return {"cause": error.cause, "evidence": list(error.evidence), "fix": list(error.fix)}
-    here = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(here)]
-    at = [f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"] if frames else []
-    text = f"{type(error).__name__}: {error}".splitlines()
-    fix = ["does the script train with python? then please report this"]
-    return {"cause": "the step could not be traced.", "evidence": [*text[:4], *at], "fix": fix}
 
 
 def _look(
@@ -182,10 +165,8 @@ def _look(
         torch.distributed.destroy_process_group()  # tracing needs one of its own, with as many ranks as it likes
     models, optimizers = by_name("model", model), by_name("optimizer", optimizer)
     if len(optimizers) > 1 or loss_fn is None:
-        raise UsageError(
-            "this script's loop says which loss belongs to which optimizer: evener plan does not see it.",
-            fix=["evener.make_plan(model, optimizer, loss_fn, dataset, ...) plans one of them"],
-        )
+        what = "this script's loop says which loss belongs to which optimizer: evener plan does not see it."
+        raise UsageError(what, fix=["evener.make_plan(model, optimizer, loss_fn, dataset, ...) plans one of them"])
     whole = torch.nn.ModuleList(models.values())
     batch, rows, total = sample(config, dataset)
     coupled = bn.has_batchnorm(whole) and config.batchnorm != "sync"
@@ -200,8 +181,7 @@ def _look(
         world_size=1,
     )
     parameters = list(whole.parameters())
-    buffers = [one for one in whole.buffers() if not one.is_meta]
-    held = sum(one.nbytes for one in (*parameters, *buffers) if not one.is_meta)
+    held = sum(one.nbytes for one in (*parameters, *whole.buffers()) if not one.is_meta)
     known = config.as_json()
     captured = Captured(
         global_batch_size=config.global_batch_size,
@@ -216,23 +196,20 @@ def _look(
         exact=config.exact,
         given={name: one for name, one in known.items() if one["origin"] != "default"},
         cpu_precision=decide("auto", torch.device("cpu")).name,
-        saves="saved_activations" in known,
-        process_bytes=max(0, _resident() - held),
+        process_bytes=max(0, psutil.Process().memory_info().rss - held),
         on_cpu=on_cpu,
     )
-    given = {name: getattr(config, name) for name in known}
-    return Step(model, optimizer, loss_fn, batch, given), captured
+    return Step(model, optimizer, loss_fn, batch, {name: getattr(config, name) for name in known}), captured
 
 
 def sample(config: Config, dataset: Any) -> tuple[Any, int, int | None]:
     """A few real rows as the loss function gets them, how many, and how many the dataset has (None: a stream)."""
     source = source_of(dataset, config.stream)
-    few = min(2, config.global_batch_size, source.rows or 2)
     feed = make_feed(
         source,
         stream=config.stream,
         order=config.order,
-        global_batch_size=few,
+        global_batch_size=min(2, config.global_batch_size, source.rows or 2),
         drop_last=False,
         rank=0,
         world_size=1,
@@ -249,12 +226,6 @@ def sample(config: Config, dataset: Any) -> tuple[Any, int, int | None]:
     if config.prepare is not None:
         batch = config.prepare(batch, torch.Generator().manual_seed(config.seed))
     return batch, piece.rows, None if source.stream else source.rows
-
-
-def _resident() -> int:
-    import psutil  # type: ignore[import-untyped]
-
-    return int(psutil.Process().memory_info().rss)
 
 
 if __name__ == "__main__":
