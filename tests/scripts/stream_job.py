@@ -1,7 +1,7 @@
 """A job over a stream of shards, on a cluster that may take its machines away: `stream_job.py DIR [--die-at UPDATE]`.
 
 Killed at an update (once, before its checkpoint), or asked to stop, it goes on where its last checkpoint is: on as many
-processes as there are then.
+processes as there are then. `--stop-at UPDATE`: there it waits until it is asked.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import os
 import random
 import signal
+import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -58,6 +60,7 @@ def main(argv: list[str] | None = None) -> str:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("dir")
     arguments.add_argument("--die-at", type=int)
+    arguments.add_argument("--stop-at", type=int)
     asked = arguments.parse_args(argv)
     evener.seed(0)
     model = nn.Sequential(nn.Embedding(20, 16), nn.Dropout(0.1), nn.Linear(16, 20))
@@ -77,10 +80,16 @@ def main(argv: list[str] | None = None) -> str:
         scheduler=lambda optimizer, total: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
     ) as run:
         for update in run.updates(updates=30):
+            deadline = time.monotonic() + 60
             if update.number == asked.die_at and run.rank == run.world_size - 1:
+                newest = Path(asked.dir, "checkpoints", f"update-{update.number // 4 * 4}")
+                while not newest.exists() and time.monotonic() < deadline:
+                    time.sleep(0.05)  # it is written behind the training
                 os.kill(os.getpid(), signal.SIGKILL)
             if run.is_main:
                 print(f"update {update.number} of epoch {update.epoch}", flush=True)
+            while update.number == asked.stop_at and not run.engine.asks_to_stop and time.monotonic() < deadline:
+                time.sleep(0.05)
         digest = run.digest()
         run.print(f"digest {digest}")
     return digest
