@@ -97,7 +97,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         (["matmull"], "'matmull' is no part of the bench"),
         (["--nproc", "0"], "--nproc 0: at least 1"),
         (["--seconds", "0"], "above 0"),
-        (["--cpu", "--calibrate"], "no GPU to measure"),
+        (["data", "--cpu", "--calibrate"], "of a CPU only the products are kept"),
     ],
 )
 def test_bad_input(words, text, capsys):
@@ -151,5 +151,9 @@ def test_what_was_measured_is_kept_for_the_planner(tmp_path, monkeypatch):
     verb.keep(machine, results[:1])  # a later bench of one part leaves the others
     there = calibrated(Machine("cuda", "one", 1, "a test", kind=kind)).calibration
     assert there == {"matmul": 0.71, "memory": pytest.approx(0.9), "launch_us": pytest.approx(4.0)}
-    with pytest.raises(UsageError, match="CPU is in no table"):
-        verb.keep({"device": "cpu", "name": "CPU"}, [])
+    with pytest.raises(UsageError, match="Nonesuch is in no table"):
+        verb.keep({"device": "cuda", "name": "NVIDIA Nonesuch"}, [])
+    products = [{"part": "matmul", "name": "bf16", "flops_per_second": rate} for rate in (2e11, 3e11)]
+    verb.keep({"device": "cpu", "name": "A CPU"}, products)
+    known = json.loads((tmp_path / ".cache" / "evener" / "calibration.json").read_text())
+    assert known["cpus"] == {"A CPU": {"bf16": 3e11}} and set(known["gpus"]) == {kind.name}

@@ -57,6 +57,14 @@ def test_both_readmes_have_the_same_blocks_and_as_many_headings():
     assert links[0][1:] == links[1][1:]  # the first is the other language
 
 
+def test_both_five_minutes_have_the_same_code_and_pictures():
+    pages = [ROOT / "docs" / folder / "five-minutes.md" for folder in ("guide", "zh")]
+    code = [[text for _, language, text in blocks(page) if language != "console"] for page in pages]
+    pictures = [re.findall(r"!\[.*?\]\((.*?)\)", prose(page)) for page in pages]
+    levels = [re.findall(r"^#+", prose(page), re.MULTILINE) for page in pages]
+    assert code[0] == code[1] and pictures[0] == pictures[1] and levels[0] == levels[1]
+
+
 def test_the_readme_stays_one_page():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 315
 

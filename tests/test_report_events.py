@@ -32,7 +32,7 @@ def test_the_schema_is_a_table_of_meanings_and_fields():
     assert set(KINDS) == {
         *("start", "contract", "update", "phases", "epoch", "skip", "zero_count", "scale_falling", "bad_row"),
         *("unused_parameters", "oom", "grow", "evaluate", "checkpoint", "resume", "stop", "finish", "peak", "warning"),
-        *("checkpoint_failed", "error"),
+        *("checkpoint_failed", "error", "flops"),
     }
     for meaning, fields in KINDS.values():
         assert meaning

@@ -92,7 +92,7 @@ def test_a_real_run_is_told_from_its_contract_to_its_command(tmp_path, capsys):
     assert any("bf16" in note for note in one["notes"]) or fields["precision"]["value"] != '"auto"'
     assert sum(one["step_share"].values()) == pytest.approx(1.0) and one["ranks"][0]["own_seconds"] > 0
     assert one["environment"]["torch"] == torch.__version__ and one["environment"]["parameters"] == 5
-    assert one["reproduce"].startswith("python ") and one["model_flops_utilization"] is None
+    assert one["reproduce"].startswith("python ") and one["flops_per_row"] == 16  # 4 weights, twice, 2 operations each
     text = page_of(run.path, capsys=capsys)
     for words in ("global batch 16", "max_grad_norm", "distance", one["headline"], "wall" and "goodput", "finished"):
         assert words in text, words

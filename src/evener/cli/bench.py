@@ -22,10 +22,10 @@ PARTS = {
     "data": "rows per second by number of data workers, and how many are enough",
     "step": "one update of a small GPT and of a small residual network, against the fastest product",
 }
-DESCRIPTION = (
-    "Measure what this machine does. Figures are medians; the spread and the load of the machine are said.\n\n"
+DESCRIPTION = "\n".join(
+    ["Measure what this machine does. Figures are medians; the spread and the load of the machine are said.\n"]
+    + [f"  {name:8} {line}" for name, line in PARTS.items()]
 )
-DESCRIPTION += "\n".join(f"  {name:8} {line}" for name, line in PARTS.items())
 EXAMPLES = """\
 examples:
   evener bench                                 everything; about a minute on a CPU
@@ -34,8 +34,13 @@ examples:
   evener bench data --dataset train.py:make    your own dataset: a name in a file, or a function that makes it
   evener bench step --nproc 2 --json           one object, for a program
   evener bench matmul memory --calibrate       `evener plan` prices time with this GPU's own figures
+  evener bench matmul --cpu --calibrate        `evener report` says what share of this CPU's peak a run used
 Ctrl-C ends it and shows what has been measured so far.
 """
+Result = Mapping[str, Any]
+_RATE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_SIZE = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def parser() -> Parser:
@@ -47,47 +52,42 @@ def parser() -> Parser:
     add("--seconds", metavar="S", type=float, default=0.5, help="about how long one figure is measured (default: 0.5)")
     add("--longest", metavar="S", type=float, default=2.0, help="no larger sizes once a call takes this (default: 2)")
     add("--dataset", metavar="FILE.py:NAME", help="what `data` reads, in place of small images that are made here")
-    add("--calibrate", action="store_true", help="keep what was measured of this kind of GPU for `evener plan`")
+    add("--calibrate", action="store_true", help="keep what was measured, for `evener plan` and `evener report`")
     add("--json", action="store_true", help="one object: machine, and a list of results")
     return options
 
 
 def main(argv: Sequence[str]) -> int:
+    from evener.gpus import look
+
     given = parser().parse_args(argv)
-    parts = list(dict.fromkeys(given.parts or ["all"]))
-    for part in parts:
+    for part in given.parts:
         if part not in (*PARTS, "all"):
             raise UsageError(f"{part!r} is no part of the bench.", fix=[f"one of {', '.join(PARTS)}, all"])
-    if "all" in parts:
-        parts = list(PARTS)
+    parts = list(PARTS) if not given.parts or "all" in given.parts else list(dict.fromkeys(given.parts))
     if given.nproc is not None and given.nproc < 1:
         raise UsageError(f"--nproc {given.nproc}: at least 1.")
     if not given.seconds > 0 or not given.longest > 0:
         raise UsageError("--seconds and --longest are above 0.")
-    code, gpus = 0, 0 if given.cpu else gpus_here()
-    if given.calibrate and gpus == 0:
-        raise UsageError("--calibrate: there is no GPU to measure, and time is planned for GPUs only.")
-    asked: dict[str, Any] = {
-        "seconds": given.seconds,
-        "longest": given.longest,
-        "cpu": gpus == 0,
-        "dataset": given.dataset,
-    }
-    asked["show"] = not given.json or sys.stderr.isatty()
+    gpus = 0 if given.cpu else len(look.look(os.environ).gpus)
+    if given.calibrate and gpus == 0 and "matmul" not in parts:
+        fix = ["evener bench matmul --cpu --calibrate"]
+        raise UsageError("--calibrate: of a CPU only the products are kept, and `matmul` measures them.", fix=fix)
+    asked = {name: getattr(given, name) for name in ("seconds", "longest", "dataset")}
+    asked |= {"cpu": gpus == 0, "show": not given.json or sys.stderr.isatty()}
+    groups: dict[int, list[str]] = {}  # what needs several processes runs under the launcher, the rest in one
+    for part in parts:
+        groups.setdefault(given.nproc or (max(2, gpus) if part == "comm" else 1), []).append(part)
+    code, machine, results = 0, dict[str, Any](), list[Result]()
     with tempfile.TemporaryDirectory(prefix="evener-bench-") as folder:
         file = Path(folder, "results.jsonl")
-        # What needs several processes runs under the launcher, the rest in one.
-        groups: dict[int, list[str]] = {}
-        for part in parts:
-            nproc = given.nproc or (max(2, gpus) if part == "comm" else 1)
-            groups.setdefault(nproc, []).append(part)
         for nproc, some in groups.items():
-            code = measure(nproc, {**asked, "parts": some, "file": str(file)}, folder)
-            if code:
-                break
-        results = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
-    machine: dict[str, Any] = next((one for one in results if one["part"] == "machine"), {})
-    results = [one for one in results if one["part"] != "machine"]
+            code = code or measure(nproc, {**asked, "parts": some, "file": str(file)}, folder)
+        for one in map(json.loads, file.read_text("utf-8").splitlines() if file.exists() else ()):
+            if one["part"] == "machine":
+                machine = machine or one
+            else:
+                results.append(one)
     if given.calibrate and code == 0:
         keep(machine, results)
     if given.json:
@@ -99,19 +99,12 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def gpus_here() -> int:
-    from evener.gpus import look
-
-    return len(look.look(os.environ).gpus)
-
-
 def measure(nproc: int, asked: Mapping[str, Any], folder: str) -> int:
     """The exit code of the processes that measure; 130 when Ctrl-C ended them."""
     module = ["-m", "evener.measure.bench", json.dumps(asked)]
-    command = [sys.executable, *module]
-    if nproc > 1:
-        run = ["-m", "evener", "run", "--nproc", str(nproc), "--log-dir", os.path.join(folder, "logs")]
-        command = [sys.executable, *run, *(["--cpu"] if asked["cpu"] else []), *module]
+    run = ["-m", "evener", "run", "--nproc", str(nproc), "--log-dir", os.path.join(folder, "logs")]
+    run += ["--cpu"] * bool(asked["cpu"])
+    command = [sys.executable, *(run if nproc > 1 else []), *module]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL if nproc > 1 else None)
     try:
         return process.wait()
@@ -121,15 +114,21 @@ def measure(nproc: int, asked: Mapping[str, Any], folder: str) -> int:
         return 130
 
 
-def calibration(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, float]]:
-    """The kind of GPU, and its measured share of the sheet's peak, of its bandwidth and of its links."""
+def calibration(machine: Mapping[str, Any], results: Sequence[Result]) -> tuple[str, str, dict[str, float]]:
+    """ "gpus", the kind, and its measured shares of the sheet's peak, bandwidth and links; or "cpus", the name, and the
+    FLOP/s per format."""
     from evener import facts
 
-    kind = facts.find(machine.get("name", "")) if machine.get("device") == "cuda" else None
-    if kind is None:
-        raise UsageError(f"--calibrate: {machine.get('name', 'this device')} is in no table of peaks.")
+    name = machine.get("name", "this device")
     found: dict[str, float] = {}
-    if shares := [one["share_of_peak"] for one in results if one.get("share_of_peak")]:
+    products = [one for one in results if one["part"] == "matmul"]
+    if machine.get("device") == "cpu":
+        for one in products:
+            found[one["name"]] = max(found.get(one["name"], 0.0), one["flops_per_second"])
+        return "cpus", name, found
+    if (kind := facts.find(name)) is None:
+        raise UsageError(f"--calibrate: {name} is in no table of peaks.")
+    if shares := [one["share_of_peak"] for one in products if one.get("share_of_peak")]:
         found["matmul"] = max(shares)
     for one in results:
         if one["part"] == "memory" and one["name"].startswith("copy on the device") and kind.memory_bandwidth:
@@ -140,97 +139,61 @@ def calibration(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
     buses = [one["bus_bytes_per_second"] for one in results if one["part"] == "comm" and one["name"] == "all_reduce"]
     if buses and link:
         found["network"] = max(buses) / link
-    return kind.name, found
+    return "gpus", kind.name, found
 
 
-def keep(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
+def keep(machine: Mapping[str, Any], results: Sequence[Result]) -> None:
     from evener.plan.make import calibration_path
     from evener.report.folder import write_json
 
-    name, found = calibration(machine, results)
-    path = calibration_path()
-    known: dict[str, Any] = {"gpus": {}}
-    if path.is_file():
-        known = json.loads(path.read_text(encoding="utf-8"))
-    known["gpus"][name] = {**known["gpus"].get(name, {}), **found}
+    (where, name, found), path = calibration(machine, results), calibration_path()
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for devices in ("gpus", "cpus"):
+        known.setdefault(devices, {})
+    known[where][name] = {**known[where].get(name, {}), **found}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, known)
     print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())} -> {path}", file=sys.stderr)
 
 
-def page(machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[str]:
+def page(machine: Mapping[str, Any], results: Sequence[Result]) -> list[str]:
     load, cores = machine["load"], machine["cores"]
     lines = [f"{machine['name']} · torch {machine['torch']} · {machine['threads']} threads"]
     if load is not None and load > 0.5 * cores:
         lines.append(f"load {load:.1f} on {cores} cores: others work here too, so these figures are lower bounds")
     for part, about in PARTS.items():
-        rows = [one for one in results if one["part"] == part]
-        if rows:
-            lines += ["", f"{part}: {about}", *table([cells(part, one) for one in rows])]
+        rows = [cells(part, one) for one in results if one["part"] == part]
+        full = max(map(len, rows), default=0)  # a row of fewer cells (a note) is not padded
+        widths = [max(len(row[i]) for row in rows if len(row) == full) for i in range(full)]
+        lines += ["", f"{part}: {about}"] if rows else []
+        lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     return lines
 
 
-def cells(part: str, one: Mapping[str, Any]) -> list[str]:
+def cells(part: str, one: Result) -> list[str]:
     """One result as the cells of its line."""
+    name = one["name"]
     if "note" in one:
-        return [one["name"], one["note"]]
-    time = [duration(one["seconds"]), f"+-{one['spread'] / 2:.0%}"] if "seconds" in one else []
+        return [name, one["note"]]
+    rows = f"{one['rows_per_second']:,.0f} rows/s" if "rows_per_second" in one else ""
+    if part == "data":
+        enough = one.get("recommended_workers")
+        return [f"{one['workers']} workers", rows, name] if enough is None else [f"enough: num_workers={enough}", rows]
+    time = [scaled(one["seconds"], _TIME), f"+-{one['spread'] / 2:.0%}"]
+    moved, flops, bus = (one.get(f"{key}_per_second") for key in ("bytes", "flops", "bus_bytes"))
+    rate = scaled(moved, _RATE) + "B/s" if moved else scaled(flops, _RATE) + "FLOP/s" if flops else ""
     if part == "matmul":
         native = {True: "native", False: "NOT native: emulated", None: ""}[one["native"]]
         share = "" if one["share_of_peak"] is None else f"{one['share_of_peak']:.0%} of the data sheet"
-        return [
-            one["name"],
-            f"{one['size']} x {one['size']}",
-            scaled(one["flops_per_second"], "FLOP/s"),
-            *time,
-            native,
-            share,
-        ]
+        return [name, f"{one['size']} x {one['size']}", rate, *time, native, share]
     if part == "memory":
-        rate = one["bytes_per_second"]
-        return [one["name"], "" if rate is None else scaled(rate, "B/s"), *time]
+        return [name, rate, *time]
     if part == "comm":
-        rate = [scaled(one[key], "B/s") if key in one else "" for key in ("bytes_per_second", "bus_bytes_per_second")]
-        bus = f"bus {rate[1]}" if rate[1] else ""
-        return [one["name"], size(one["bytes"]), *time, rate[0], bus, "right" if one["correct"] else "WRONG RESULT"]
-    if part == "data":
-        if "recommended_workers" in one:
-            return [f"enough: num_workers={one['recommended_workers']}", f"{one['rows_per_second']:,.0f} rows/s"]
-        return [f"{one['workers']} workers", f"{one['rows_per_second']:,.0f} rows/s", one["name"]]
-    share = f"{one['share_of_roofline']:.0%} of the fastest product"
-    return [
-        one["name"],
-        one["precision"],
-        *time,
-        f"{one['rows_per_second']:,.0f} rows/s",
-        scaled(one["flops_per_second"], "FLOP/s"),
-        share,
-    ]
+        right = "right" if one["correct"] else "WRONG RESULT"
+        return [name, scaled(one["bytes"], _SIZE), *time, rate, f"bus {scaled(bus, _RATE)}B/s" if bus else "", right]
+    return [name, one["precision"], *time, rows, rate, f"{one['share_of_roofline']:.0%} of the fastest product"]
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns aligned; a row of fewer cells (a note) is not padded."""
-    full = max(len(row) for row in rows)
-    widths = [max(len(row[i]) for row in rows if len(row) == full) for i in range(full)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def scaled(value: float, unit: str) -> str:
-    for step, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= step:
-            return f"{value / step:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def size(count: int) -> str:
-    for step, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= step:
-            return f"{count / step:.4g} {unit}"
-    return f"{count} B"
-
-
-def duration(seconds: float) -> str:
-    for step, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= step:
-            return f"{seconds / step:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+def scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    step, unit = next((one for one in units if value >= one[0]), units[-1])
+    return f"{value / step:.3g} {unit}" if value < 1000 * step else f"{value / step:.0f} {unit}"

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     from evener.report.summary import summary
 
     records = [Record.read(path.expanduser()) for path in given.runs]
-    told = [summary(record, _explained(record)) for record in records]
+    told = [summary(record, _explained(record), _peak(record)) for record in records]
     if given.json:
         print(json.dumps(strict({"version": __version__, "runs": told}), indent=1))
         return 0
@@ -60,6 +60,27 @@ def main(argv: list[str]) -> int:
         print("\n  ".join([f"{one['name']}: {one['headline']}", *one["findings"]]))
     print(f"{target} ({len(text) // 1024:,} KiB)", file=sys.stderr)
     return 0
+
+
+def _peak(record: Record) -> tuple[float | None, str]:
+    """FLOP/s of all devices of a run together in its number format, and whose word that is; None, and why not."""
+    from evener import facts
+    from evener.plan.make import calibration_path
+
+    start, form = record.starts[-1] if record.starts else {}, str(record.flops.get("format"))
+    name, known, count = str(start.get("device_name")), None, start.get("world_size")
+    if str(start.get("device")).startswith("cuda"):
+        kind = facts.find(name)
+        known, of = kind.peak.get(form) if kind is not None else None, f"the data sheet of {name} says for {form}"
+        without = f"no data sheet here has a peak of {name} for {form}"
+    else:  # all ranks of a machine share its processor
+        count, of = start.get("machines"), f"the fastest product in {form} gave on all of {name} (evener bench)"
+        without = f"{name} has no peak for {form} until `evener bench matmul --cpu --calibrate` measures one"
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            known = json.loads(calibration_path().read_text("utf-8"))["cpus"][name][form]
+    if isinstance(known, int | float) and known > 0 and isinstance(count, int):
+        return float(known) * count, of
+    return None, without
 
 
 def _explained(record: Record) -> dict[str, str]:

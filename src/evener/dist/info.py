@@ -7,6 +7,7 @@ launchers set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE); without those, o
 from __future__ import annotations
 
 import os
+import platform
 import random
 import sys
 from dataclasses import dataclass
@@ -66,6 +67,15 @@ def share(rows: int, rank: int, world_size: int) -> tuple[int, int]:
 def usable_cpus() -> int:
     """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """What the kernel calls this machine's processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def rank() -> int:

@@ -7,11 +7,11 @@ percentile.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.flop_counter import FlopCounterMode
 
 from evener import facts
 from evener.dist import comm, info
@@ -32,17 +31,14 @@ from evener.dist.device import device as choose_device
 from evener.engine import Engine
 from evener.engine.precision import bf16_is_native
 from evener.errors import EvenerError, UsageError
+from evener.measure.flops import FlopCounter
 
 _SAMPLE_SECONDS = 0.02
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Bench:
-    """One bench on one rank.
-
-    Args:
-        asked: names of parts; seconds: about how long one figure is measured for; cpu; nproc; dataset; file; show.
-    """
+    """One bench on one rank, of what the command line asked for."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self.asked = asked
@@ -96,18 +92,11 @@ class Bench:
         return {"seconds": median, "spread": (high - low) / median, "samples": len(samples)}
 
     def machine(self) -> dict[str, Any]:
-        cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else cpu_name()
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else info.cpu_name()
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        return {
-            "device": self.device.type,
-            "name": name,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "cores": info.usable_cpus(),
-            "load": load,
-            "world_size": info.here().world_size,
-        }
+        told = {"device": self.device.type, "name": name, "torch": torch.__version__, "load": load}
+        threads, world = torch.get_num_threads(), info.here().world_size
+        return told | {"threads": threads, "cores": info.usable_cpus(), "world_size": world}
 
     def native(self, name: str) -> bool | None:
         """Whether the hardware multiplies in this format; None where torch does not tell."""
@@ -117,35 +106,26 @@ class Bench:
             return torch.cuda.get_device_capability(self.device) >= {"tf32": (8, 0), "fp16": (7, 0)}.get(name, (0, 0))
         return True if name == "fp32" else None
 
-    # --- parts ------------------------------------------------------------------------------------------------------
-
     def matmul(self) -> Iterator[dict[str, Any]]:
         """Square products, at the largest of a few sizes that takes no more than a fifth of the time for one figure."""
         kind = facts.find(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        before = torch.get_float32_matmul_precision()
         for name, dtype in DTYPES.items():
             if name == "tf32" and self.device.type != "cuda":
                 continue
             self.show(f"matrix product in {name}")
-            before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             try:
-                rate = 0.0
+                rate, peak = 0.0, kind.peak.get(name) if kind is not None else None
                 for size in (512, 1024, 2048, 4096, 8192, 16384):
                     if rate and 2 * size**3 / rate > self.seconds / 5:
                         break
                     a, b = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
-                    taken = self.times(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+                    taken = self.times(functools.partial(torch.matmul, a, b))
                     rate = 2 * size**3 / taken["seconds"]
-                    peak = kind.peak.get(name) if kind is not None else None
-                    yield {
-                        "name": name,
-                        "size": size,
-                        "flops_per_second": rate,
-                        "native": self.native(name),
-                        "share_of_peak": None if peak is None else rate / peak,
-                        **taken,
-                    }
-                    del a, b
+                    share = None if peak is None else rate / peak
+                    said = {"name": name, "size": size, "native": self.native(name), "share_of_peak": share}
+                    yield said | {"flops_per_second": rate, **taken}
             finally:
                 torch.set_float32_matmul_precision(before)
 
@@ -181,34 +161,22 @@ class Bench:
             return
         group = nn.Linear(1, 1)
         Engine(group, torch.optim.SGD(group.parameters(), lr=0.0), device=self.device)  # makes or adopts the group
-        rank = info.here().rank
-        factors = {
-            "all_reduce": 2 * (world - 1) / world,
-            "all_gather": (world - 1) / world,
-            "broadcast": 1.0,
-            "reduce": 1.0,
-            "gather": (world - 1) / world,
-        }
+        rank, part = info.here().rank, (world - 1) / world
+        factors = {"all_reduce": 2 * part, "all_gather": part, "broadcast": 1.0, "reduce": 1.0, "gather": part}
         for name, factor in factors.items():
             self.show(f"{name} over {world} ranks")
+            gathers, call = name in ("all_gather", "gather"), getattr(comm, name)
             for power in range(2, 31, 4):
-                count = 1 << power if name not in ("all_gather", "gather") else max(4, (1 << power) // world // 4 * 4)
+                count = max(4, (1 << power) // world // 4 * 4) if gathers else 1 << power
                 pattern = (torch.arange(count // 4, device=self.device) % 97).float()
                 values = pattern * (rank + 1)  # small integers: their sums are exact
-                call = getattr(comm, name)
                 correct = rightly(name, call(values.clone()), pattern, rank, world)
                 correct = bool(comm.all_reduce(int(correct), "min"))
-                taken = self.times(lambda call=call, values=values: call(values), together=True)  # type: ignore[misc]
-                whole = count * world if name in ("all_gather", "gather") else count
+                taken = self.times(functools.partial(call, values), together=True)
+                whole = count * world if gathers else count
                 rate = whole / taken["seconds"]
-                yield {
-                    "name": name,
-                    "bytes": whole,
-                    "bytes_per_second": rate,
-                    "bus_bytes_per_second": rate * factor,
-                    "correct": correct,
-                    **taken,
-                }
+                rates = {"bytes_per_second": rate, "bus_bytes_per_second": rate * factor}
+                yield {"name": name, "bytes": whole, **rates, "correct": correct, **taken}
                 slow = bool(comm.all_reduce(int(taken["seconds"] * 16 > self.asked["longest"]), "max"))
                 if slow and power < 30:
                     yield {"name": name, "note": f"larger sizes left out: over {self.asked['longest']:g} s a call"}
@@ -226,9 +194,7 @@ class Bench:
         rates: dict[int, float] = {}
         for workers in sorted({0, 1, 2, 4, 8, 16, cores} & set(range(cores + 1))):
             self.show(f"{said}, {workers} workers")
-            loader = DataLoader(
-                dataset, batch_size=32, num_workers=workers, shuffle=True, persistent_workers=workers > 0
-            )
+            loader = DataLoader(dataset, 32, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
             rows_per_second = []
             for _ in range(3):  # the first pass starts the workers
                 rows, began = 0, time.perf_counter()
@@ -254,22 +220,20 @@ class Bench:
             self.show(f"one update of a {title}")
             model = model.to(self.device)
             batch = tuple(part.to(self.device) for part in batch)
-            with FlopCounterMode(display=False) as counter:
-                loss_fn(model, batch).backward()
-            model.zero_grad(set_to_none=True)
-            engine = Engine(
-                model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss_fn, device=self.device, precision=name
-            )
-            taken = self.times(lambda engine=engine, batch=batch: engine.step(batch), together=True)  # type: ignore[misc]
-            flops = counter.get_total_flops()
-            rows = len(batch[0]) * info.here().world_size
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            engine = Engine(model, optimizer, loss_fn, device=self.device, precision=name)
+            with FlopCounter() as counter:
+                engine.step(batch)
+            taken = self.times(functools.partial(engine.step, batch), together=True)
+            seconds, rows = taken["seconds"], len(batch[0]) * info.here().world_size
+            rates = {"flops_per_second": counter.total / seconds, "rows_per_second": rows / seconds}
+            share = counter.total / peak / seconds
             yield {
                 "name": title,
                 "precision": name,
-                "flops": flops,
-                "flops_per_second": flops / taken["seconds"],
-                "share_of_roofline": flops / peak / taken["seconds"],
-                "rows_per_second": rows / taken["seconds"],
+                "flops": counter.total,
+                "share_of_roofline": share,
+                **rates,
                 **taken,
             }
 
@@ -341,19 +305,13 @@ def small_gpt() -> tuple[str, nn.Module, tuple[torch.Tensor, ...], Callable[[Any
     return "small GPT (4 layers, width 256, 8 x 128 tokens)", model, (tokens,), loss_fn
 
 
-class Residual(nn.Module):
+class Residual(nn.Sequential):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.GroupNorm(8, width),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.GroupNorm(8, width),
-        )
+        half = [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)]
+        super().__init__(*half, nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(x + self.inner(x))
+        return F.relu(x + super().forward(x))  # type: ignore[no-untyped-call]
 
 
 def small_resnet() -> tuple[str, nn.Module, tuple[torch.Tensor, ...], Callable[[Any, Any], torch.Tensor]]:
@@ -366,14 +324,6 @@ def small_resnet() -> tuple[str, nn.Module, tuple[torch.Tensor, ...], Callable[[
         return F.cross_entropy(model(batch[0]), batch[1])
 
     return "small residual network (9 convolutions, 16 x 64 x 64)", model, (images, labels), loss_fn
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def main(given: str) -> int:

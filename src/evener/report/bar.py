@@ -103,14 +103,8 @@ class Bar:
     def _rendered(self, fraction: float) -> str:
         from rich.progress_bar import ProgressBar
 
-        bar = ProgressBar(
-            total=1.0,
-            completed=fraction,
-            width=self._bar_cells,
-            style="grey35",
-            complete_style="cyan",
-            finished_style="cyan",
-        )
+        style = "cyan"
+        bar = ProgressBar(1.0, fraction, self._bar_cells, style="grey35", complete_style=style, finished_style=style)
         with self._rich.capture() as drawn:
             self._rich.print(bar, end="")
         return drawn.get()

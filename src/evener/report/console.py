@@ -12,7 +12,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TextIO, TypeAlias
 
 from evener.report.bar import Bar, can_draw, columns_of
@@ -89,14 +88,6 @@ class Console:
                 self._active = False
             self._write(self._final + "\n")
         self._forget_progress()
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _forget_progress(self) -> None:
         self._due, self._due_done = 0.0, math.inf

@@ -1,8 +1,5 @@
 """The contract line: what one update is and how it is cut, in one line before training and after every change.
 
-    global batch 512 = 4 ranks x 8 microbatches x 16 · bf16 (parameters fp32, gradients reduced in fp32) · ddp
-    · lr per update · exact
-
 Pure functions of plain values: nothing is measured, asked or printed here.
 """
 
@@ -52,9 +49,11 @@ def contract_line(contract: Contract) -> str:
     """One line. Every factor that changes the result or its cost is in it; what is absent does not happen."""
     parts = [_product(contract), _precision(contract.precision), contract.strategy]
     parts.append(f"lr per {contract.schedule_by}" if contract.schedule_by else "lr constant")
-    strength = _strength(contract)
-    if strength:
-        parts.append(strength)
+    words = [word for word, said in (("exact", contract.exact), ("coupled", contract.coupled)) if said]
+    # In exact mode a slice that is a whole microbatch is in the line already; coupled code always says what it sees.
+    shown = contract.slice_size is not None and (contract.coupled or contract.slice_size != contract.microbatch_size)
+    if words:
+        parts.append(", ".join(words) + (f" (slices of {format_count(contract.slice_size or 0)})" if shown else ""))
     if contract.one_scalar_read:
         parts.append("one scalar read per update: this optimizer cannot skip on the device")
     if contract.approximate:
@@ -73,11 +72,8 @@ def _product(contract: Contract) -> str:
     even = world * contract.microbatches * contract.microbatch_size == size
     ranks = f"{format_count(world)} {'rank' if world == 1 else 'ranks'}"
     number = f"{format_count(contract.microbatches)} {'microbatch' if contract.microbatches == 1 else 'microbatches'}"
-    if not even and fewest != contract.microbatches:
-        number = f"up to {number}"
-    rows = format_count(contract.microbatch_size)
-    if not even and not full:
-        rows = f"up to {rows}"
+    number = f"up to {number}" if not even and fewest != contract.microbatches else number
+    rows = f"{'up to ' if not even and not full else ''}{format_count(contract.microbatch_size)}"
     return f"global batch {format_count(size)} = {ranks} x {number} x {rows}"
 
 
@@ -88,31 +84,13 @@ def _precision(words: PrecisionWords) -> str:
     return f"{words.compute}{scaled} (parameters {words.master}, gradients reduced in {words.reduce})"
 
 
-def _strength(contract: Contract) -> str:
-    words = [word for word, said in (("exact", contract.exact), ("coupled", contract.coupled)) if said]
-    if not words:
-        return ""
-    # In exact mode a slice that is a whole microbatch is in the line already; coupled code always says what it sees.
-    shown = contract.slice_size is not None and (contract.coupled or contract.slice_size != contract.microbatch_size)
-    return ", ".join(words) + (f" (slices of {format_count(contract.slice_size or 0)})" if shown else "")
-
-
 def lr_line(
-    first: float,
-    last: float,
-    updates: int | None,
-    *,
-    peak: float | None = None,
-    schedule_updates: int | None = None,
+    first: float, last: float, updates: int | None, *, peak: float | None = None, schedule_updates: int | None = None
 ) -> str:
     """`lr 1e-3 -> 1e-5 over 4,690 updates`, and a second line when the schedule does not fit the run.
 
-    Args:
-        first: The learning rate of the first update.
-        last: That of the last update.
-        updates: Updates of the run; None when it has no end.
-        peak: The highest in between, when it is above both (warm-up).
-        schedule_updates: Updates until the schedule ends, when it says so (T_max, total_steps), else None.
+    `updates`: of the run; None when it has no end. `peak`: the highest in between, when it is above both (warm-up).
+    `schedule_updates`: until the schedule ends, when it says so (T_max, total_steps), else None.
     """
     ways = [first, last] if peak is None or peak <= max(first, last) else [first, peak, last]
     words = [format_lr(way) for way in ways]

@@ -18,8 +18,6 @@ from typing import Any
 from evener.report.folder import RunFolder
 from evener.report.text import clean
 
-Send = Callable[[dict[str, float], int], Any]
-
 
 class Curves:
     """Takes points of curves; does nothing where `folder` is not active. No failure here ends a training.
@@ -31,8 +29,9 @@ class Curves:
 
     def __init__(self, folder: RunFolder, logger: Any = None) -> None:
         self._folder = folder
-        self._logger: Send | None = getattr(logger, "log", logger)
-        self._file: _TensorBoardFile | None = None
+        self._send: Callable[[dict[str, float], int], Any] | None = getattr(logger, "log", logger)
+        self._what = "the TensorBoard curves" if logger is None else "the logger's curves"
+        self._close: Callable[[], None] = lambda: None
         self._off = not folder.active
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -41,36 +40,32 @@ class Curves:
             return
         try:
             numbers = {name: float(value) for name, value in values.items() if value is not None}
-            if self._logger is not None:
-                self._logger(numbers, step)
-                return
-            if self._file is None:
-                self._file = self._open()
-            if self._file is not None:
-                self._file.write(numbers, step)
+            if self._send is None:
+                self._open()
+            if self._send is not None:
+                self._send(numbers, step)
         except Exception as error:
-            self._folder.failed("the logger's curves" if self._logger is not None else "the TensorBoard curves", error)
+            self._folder.failed(self._what, error)
 
     def close(self) -> None:
         self._off = True
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._close()
+        self._close = lambda: None
 
-    def _open(self) -> _TensorBoardFile | None:
+    def _open(self) -> None:
         assert self._folder.path is not None, "an active folder has a path"
         try:
-            return _TensorBoardFile(self._folder.path)
+            file = _TensorBoardFile(self._folder.path)
         except OSError:
             raise
         except Exception as error:  # not only ImportError: a protobuf that does not fit raises TypeError
             self._off = True
+            why, then = f"tensorboard cannot be imported ({clean(error)})", "pip install -U tensorboard protobuf"
             if isinstance(error, ModuleNotFoundError) and error.name == "tensorboard":
                 why, then = "tensorboard is not installed", 'pip install "evener[curves]"'
-            else:
-                why, then = f"tensorboard cannot be imported ({clean(error)})", "pip install -U tensorboard protobuf"
             self._folder.say(f"curves go to events.jsonl only: {why}; for TensorBoard's files: {then}")
-            return None
+            return
+        self._send, self._close = file.write, file.close
 
 
 class _TensorBoardFile:
@@ -85,15 +80,15 @@ class _TensorBoardFile:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._good = 0  # bytes of whole records
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._append(file_version="brain.Event:2")
 
     def write(self, numbers: Mapping[str, float], step: int) -> None:
         values = [self._summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._append(step=step, summary=self._summary(value=values))
 
-    def _append(self, event: Any) -> None:
+    def _append(self, **fields: Any) -> None:
         buffer = io.BytesIO()
-        self._record_writer(buffer).write(event.SerializeToString())
+        self._record_writer(buffer).write(self._event(wall_time=time.time(), **fields).SerializeToString())
         # A reader stops at a torn record for good: what a full disk cut short is taken back before the next one.
         if os.fstat(self._descriptor).st_size != self._good:
             os.ftruncate(self._descriptor, self._good)

@@ -13,47 +13,17 @@ import math
 import os
 import stat
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+_TABLE = tomllib.loads(resources.files("evener.report").joinpath("kinds.toml").read_text("utf-8"))
 # kind -> (what it says, the fields that are always there besides t, kind, update, rank). More fields may follow.
-KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "start": ("a run begins in this directory", ("world_size", "versions")),
-        "contract": ("the contract line, at the start and whenever a factor changed", ("line",)),
-        "update": ("a sampled point of the curves", ("epoch", "loss", "lr", "grad_norm", "rows_per_second")),
-        "phases": ("where a rank's time went since its event before", ("updates", "seconds", "split", "memory_bytes")),
-        "epoch": ("the means over one epoch", ("epoch", "updates", "rows", "loss", "metrics", "seconds")),
-        "skip": ("an update whose gradients were not finite: nothing was changed", ("row_ids", "grad_norm", "scale")),
-        "zero_count": ("an update without anything to count (no tokens): skipped", ("row_ids",)),
-        "scale_falling": ("the loss scale falls update after update", ("scale", "skipped_in_a_row")),
-        "bad_row": ("a row of the dataset that could not be read", ("row", "error")),
-        "oom": (
-            "out of memory: the update is made again, with microbatches of so many rows (null: as before)",
-            ("phase", "ranks", "microbatch_size"),
-        ),
-        "grow": ("after a calm, larger microbatches are tried again (null: as configured)", ("microbatch_size",)),
-        "unused_parameters": ("parameters that received no gradient", ("names",)),
-        "evaluate": ("the means over an evaluation", ("metrics", "rows", "seconds")),
-        "checkpoint": (
-            "a checkpoint was written; training waited for blocked_seconds",
-            ("path", "seconds", "blocked_seconds"),
-        ),
-        "checkpoint_failed": ("a checkpoint could not be written; the training goes on", ("text",)),
-        "resume": (
-            "the run continues from a checkpoint; later updates are made again",
-            ("checkpoint", "redone_updates"),
-        ),
-        "stop": ("the run ends before its last update", ("reason",)),
-        "finish": ("the run made its last update", ("updates", "seconds")),
-        "peak": ("the peak of a planned run's memory", ("predicted_bytes", "real_bytes")),
-        "warning": ("something the console also said", ("text",)),
-        "error": ("the exception that ended the run", ("type", "text")),
-    }
-)
+KINDS = {kind: (one["says"], tuple(one["fields"])) for kind, one in _TABLE.items()}
+_LONGEST_LINE = 16 << 20  # bytes; no event of evener's is longer, and no damaged file fills the memory
 
 
 class Events:
@@ -86,9 +56,6 @@ class Events:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-_LONGEST_LINE = 16 << 20  # bytes; no event of evener's is longer, and no damaged file fills the memory
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,8 @@ from evener.errors import EvenerError, UsageError
 from evener.report.events import Events
 from evener.report.text import clean, format_count
 
+Say = Callable[[str], None]
+
 
 class RunFolder:
     """The directory of one run. On ranks that are not `active` it is the same object and writes nothing.
@@ -33,10 +35,6 @@ class RunFolder:
         active: True on rank 0.
         say: Prints one line for the user.
         continues: The directory is that of a run which goes on: its files are appended to.
-
-    Attributes:
-        path: The directory; None where not active.
-        failures: What could not be written since the start, by name: `{"events.jsonl": 12}`.
     """
 
     def __init__(
@@ -44,13 +42,12 @@ class RunFolder:
         dir: str | os.PathLike[str] | None,
         *,
         active: bool = True,
-        say: Callable[[str], None] = lambda line: None,
+        say: Say = lambda line: None,
         continues: bool = False,
     ) -> None:
-        self.active = active
-        self.path: Path | None = None
-        self.failures: dict[str, int] = {}
-        self._say = say
+        self.active, self.say = active, say
+        self.path: Path | None = None  # None where not active
+        self.failures: dict[str, int] = {}  # what could not be written since the start, by name: {"events.jsonl": 12}
         self._events: Events | None = None
         self._lock = -1
         if not active:
@@ -86,13 +83,8 @@ class RunFolder:
         """Count a failure of a writer; the first of each is said."""
         self.failures[what] = self.failures.get(what, 0) + 1
         if self.failures[what] == 1:
-            reason = (
-                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-            )
-            self._say(f"warning: {what} could not be written ({clean(reason)}); the training goes on without it")
-
-    def say(self, line: str) -> None:
-        self._say(line)
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self.say(f"warning: {what} could not be written ({clean(reason)}); the training goes on without it")
 
     def close(self) -> None:
         """Close the files; say how much is missing when something is. A second call does nothing."""
@@ -104,7 +96,7 @@ class RunFolder:
             os.close(self._lock)
         for what, times in self.failures.items():
             if times > 1:
-                self._say(f"warning: {what} could not be written {format_count(times)} times")
+                self.say(f"warning: {what} could not be written {format_count(times)} times")
 
 
 def script_name() -> str:
@@ -232,15 +224,8 @@ def _claim(wanted: Path, fresh: bool) -> tuple[Path, int]:
 
 
 def _cannot_start(path: Path, error: OSError) -> EvenerError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix = "free some space, or give dir= on another disk"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        fix = "give dir= a directory that you may write to"
-    else:
-        fix = "give dir= a directory that can be made"
-    reason = clean(error.strerror or error)
-    return EvenerError(
-        f"The run directory {clean(path)} cannot be written.",
-        evidence=[f"{reason}: {clean(error.filename)}" if error.filename else reason],
-        fix=[fix],
-    )
+    fixes = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give dir= on another disk")
+    fixes |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give dir= a directory that you may write to")
+    fix = fixes.get(error.errno or 0, "give dir= a directory that can be made")
+    found = clean(error.strerror or error) + (f": {clean(error.filename)}" if error.filename else "")
+    return EvenerError(f"The run directory {clean(path)} cannot be written.", evidence=[found], fix=[fix])

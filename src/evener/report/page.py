@@ -76,6 +76,8 @@ def _charts(records: Sequence[Record], told: Sequence[Mapping[str, Any]]) -> lis
         series = [_series(rank, one, next(iter(one.names), ""), n) for n, (rank, one) in enumerate(memory)]
         found.append({"title": f"memory {told[0]['memory_is']}", "unit": "bytes", "series": series, "zero": True})
         found[-1]["level"] = told[0]["predicted_peak_bytes"]
+        busy = [_series(f"rank {rank}", one.busy, "busy", n) for n, (rank, one) in enumerate(ranks[:_SHOWN_RANKS])]
+        found.append({"title": "GPU busy", "unit": "%", "series": busy, "zero": True})
     for chart in found:
         chart["series"] = [one for one in chart["series"] if one["x"]]
     return [{"unit": "", "level": None, "log": False, **chart} for chart in found if chart["series"]]

@@ -28,7 +28,7 @@ from evener.report.text import clean
 
 POINTS, INCIDENTS, NOTES, NAMES, TEXT, RANKS = 2000, 100, 60, 24, 600, 1024
 ORDINARY = {"start", "contract", "update", "phases", "epoch", "evaluate", "checkpoint", "finish", "peak"}
-ORDINARY |= {"warning", "torn"}
+ORDINARY |= {"warning", "torn", "flops"}
 WORDS = tomllib.loads(resources.files("evener.report").joinpath("words.toml").read_text("utf-8"))
 _SILENT_SECONDS = 120.0  # a run of another machine, whose lock cannot be seen, counts as alive for so long
 _SAYS = {"start": "going", "update": "going", "stop": "stopped", "finish": "finished", "error": "failed"}
@@ -79,6 +79,7 @@ class RankTimes:
     updates: int = 0
     split: Counter[str] = field(default_factory=Counter)
     memory: Points = field(default_factory=lambda: Points(300))
+    busy: Points = field(default_factory=lambda: Points(300))  # percent of the time, of its GPU
     phases: Points = field(default_factory=lambda: Points(600))
     memory_peak: float = 0.0
 
@@ -88,6 +89,8 @@ class RankTimes:
         if memory:
             self.memory_peak = max(self.memory_peak, *memory.values())
             self.memory.add(update, memory)
+        if (busy := number(event.get("gpu_utilization_percent"))) is not None and 0 <= busy <= 100:
+            self.busy.add(update, {"busy": busy})
         if measured:
             parts = {name: max(0.0, one) for name, one in _numbers(event.get("split")).items() if math.isfinite(one)}
             self.updates += measured
@@ -97,6 +100,10 @@ class RankTimes:
     def seconds(self, *names: str) -> float | None:
         """Seconds an update in these phases; in all of them without names."""
         return sum(self.split[name] for name in names or self.split) / self.updates if self.updates else None
+
+    def gpu_utilization(self) -> float | None:
+        """Percent; the mean over what was sampled."""
+        return statistics.mean(known) if (known := self.busy.known("busy")) else None
 
     def own(self) -> float:
         """Seconds an update of its own work: all but the wait for the others in the reduction."""
@@ -122,6 +129,7 @@ class Record:
         self.blocked_seconds = 0.0  # that checkpoints kept the training waiting
         self.ranks: dict[int, RankTimes] = {}
         self.peak: dict[str, float] = {}  # of a planned run: predicted_bytes, real_bytes
+        self.flops: dict[str, Any] = {}  # the event, once the operations of an update were counted
         self.goodput = Goodput(0, 0, 0.0, 0.0)
         self.config: dict[str, dict[str, str]] = {}
 
@@ -190,6 +198,8 @@ class Record:
             self.blocked_seconds += number(event.get("blocked_seconds")) or 0.0
         elif kind == "phases":
             self.ranks.setdefault(_whole(event.get("rank")) or 0, RankTimes()).take(event)
+        elif kind == "flops":
+            self.flops = _shown(event)
         elif kind == "peak":
             self.peak = _numbers(event)
         elif kind in ("update", "epoch", "evaluate") and update is not None:

@@ -9,15 +9,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from evener.report.events import number
 from evener.report.record import ORDINARY, WORDS, RankTimes, Record
 from evener.report.text import clean, format_count, format_number, format_seconds
 
 _WAITS, _REDUCES, _BODY, _BLOCKED, _SKIPS = 0.10, 0.25, 0.25, 0.05, 0.01  # shares from which they are worth a word
+_IDLE = 50  # percent
 _ELSEWHERE = ("t", "kind", "update", "rank", "versions", "command", "job", "attempt")
 
 
-def summary(record: Record, explained: Mapping[str, str]) -> dict[str, Any]:
-    """Values with units in their names; unknown is None. `explained`: a job's folder of logs -> what they show."""
+def summary(record: Record, explained: Mapping[str, str], peak: tuple[float | None, str]) -> dict[str, Any]:
+    """Values with units in their names; unknown is None. `explained`: a job's folder of logs -> what they show.
+    `peak`: FLOP/s of all of its devices and whose word that is, or None and why."""
     cost, start, points = record.goodput, record.starts[-1] if record.starts else {}, record.points
     times = record.ranks.get(0) or next(iter(record.ranks.values()), RankTimes())
     total, versions = sum(times.split.values()), start.get("versions")
@@ -35,7 +38,6 @@ def summary(record: Record, explained: Mapping[str, str]) -> dict[str, Any]:
         "evaluation": {name: record.evaluations.last(name) for name in record.evaluations.names},
         "rows_per_second": statistics.median(points.known("rows_per_second") or [0.0]) or None,
         "count_per_second": statistics.median(points.known("count_per_second") or [0.0]) or None,
-        "model_flops_utilization": None,  # nobody counts a run's operations
         "seconds_per_update": times.seconds(),
         "step_share": {name: times.split[name] / total for name in WORDS["phases"] if name in times.split and total},
         "ranks": [
@@ -45,6 +47,7 @@ def summary(record: Record, explained: Mapping[str, str]) -> dict[str, Any]:
                 "reduction_seconds": one.seconds("reduction"),
                 "data_wait_seconds": one.seconds("data_wait"),
                 "memory_peak_bytes": int(one.memory_peak) or None,
+                "gpu_utilization_percent": one.gpu_utilization(),
             }
             for rank, one in sorted(record.ranks.items())
         ],
@@ -65,7 +68,24 @@ def summary(record: Record, explained: Mapping[str, str]) -> dict[str, Any]:
         "reproduce": _reproduce(record, start),
         "damaged_lines": record.counts["torn"],
     }
+    told |= _utilization(record.flops, told["rows_per_second"], *peak)
     return told | {"headline": _headline(told)}
+
+
+def _utilization(
+    flops: Mapping[str, Any], rows_per_second: float | None, peak: float | None, of: str
+) -> dict[str, Any]:
+    each, rows = number(flops.get("flops")), number(flops.get("rows"))
+    per_row = each / rows if each and rows else None
+    if not flops:
+        why = "no second update was made, and it is the second whose operations are counted"
+    elif per_row is None:
+        why = str(flops.get("why") or "none of its operations has a formula")
+    else:
+        why = "how many rows a second went through is unknown" if rows_per_second is None else of
+    known = per_row is not None and rows_per_second is not None and peak is not None
+    share = per_row * rows_per_second / peak if known else None  # type: ignore[operator]
+    return {"flops_per_row": per_row, "model_flops_utilization": share, "model_flops_utilization_is": why}
 
 
 def _headline(told: Mapping[str, Any]) -> str:
@@ -104,6 +124,10 @@ def _findings(record: Record, times: RankTimes) -> list[str]:
     elif share.get("reduction", 0.0) >= _REDUCES:
         why = "small updates, a slow link, or more processes than cores"
         found.append(f"{share['reduction']:.0%} of the time goes into reductions that no backward hides: {why}.")
+    busy = {rank: one.gpu_utilization() for rank, one in record.ranks.items()}
+    if idle := {rank: percent for rank, percent in busy.items() if percent is not None and percent < _IDLE}:
+        rank = min(idle, key=lambda rank: idle[rank])
+        found.append(f"The GPU of rank {rank} did something in {idle[rank]:.0f}% of the time only.")
     if share.get("body", 0.0) >= _BODY:
         found.append(f"{share['body']:.0%} of the time is the loop's own body: evaluations, logging, saving.")
     if cost.wall_seconds and (part := record.blocked_seconds / cost.wall_seconds) >= _BLOCKED:

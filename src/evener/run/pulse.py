@@ -20,6 +20,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from evener.report.events import Events
+from evener.run.busy import Busy
 from evener.run.phases import Phases
 
 _SECONDS, _BYTES = 1.0, 1000
@@ -39,6 +40,7 @@ class Pulse:
         self.at_write = self.at_point = self.at_split = (0.0, 0.0, 0.0, 0)
         self.phases: Phases | None = None
         self.events: Events | None = None
+        self.busy: Busy | None = None
         self.began = self.mark = time.perf_counter()
         self.due = self.split_due = self.mark + _SECONDS
 
@@ -46,6 +48,7 @@ class Pulse:
         """From now on `pulse-rankN.json` is written; `fixed` goes into it as it is."""
         gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
         self.fixed = {"pid": os.getpid(), "host": socket.gethostname(), "device": str(device), "gpu": gpu, **fixed}
+        self.busy = Busy(gpu) if gpu is not None else None
         self.device, self.path = device, folder / f"pulse-rank{fixed['rank']}.json"
         with contextlib.suppress(OSError):  # another machine without this disk: nobody reads it there
             self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -81,6 +84,7 @@ class Pulse:
             fields |= {"split": {name: round(value, 6) for name, value in split.items()}, "measured_updates": measured}
         if self.device.type == "cuda":
             fields["memory_bytes"] = torch.cuda.memory_allocated(self.device)
+            fields["gpu_utilization_percent"] = self.busy.take() if self.busy is not None else None
             return fields | {"peak_bytes": torch.cuda.max_memory_allocated(self.device)}
         return fields | {"memory_bytes": self.process.memory_info().rss}
 
@@ -94,6 +98,8 @@ class Pulse:
 
     def close(self) -> None:
         """The run is over: nothing beats any more."""
+        if self.busy is not None:
+            self.busy.ended.set()
         if self.events is not None:
             self.events.close()
         if self.descriptor >= 0:

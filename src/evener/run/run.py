@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -39,6 +40,7 @@ from evener.errors import (
     UsageError,
     show_errors_without_traceback,
 )
+from evener.measure.flops import FlopCounter, uncountable
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
 from evener.report.goodput import newest_update
@@ -183,6 +185,8 @@ class Run:
         silent = [cpu_beside_gpus(self.device, plan is not None and plan.device == "cpu")]
         silent += list(strays(self.engine.model, self.device))
         self._begin([*source.notes, *weight_notes, *where, *(line for line in silent if line)])
+        # The second update that is made here is counted: the first also makes what later ones only use.
+        self._counts_at = self.number + 1 if self.is_main and (plan is None or plan.trial is None) else -1
         self._watch = Watch(self, plan.trial) if plan is not None and plan.trial is not None else None
         self._closed = False
         self._beat.end()
@@ -287,6 +291,7 @@ class Run:
         folder.event(
             "start",
             world_size=world,
+            machines=-(-world // self.group.place.local_world_size),
             versions=versions,
             device=str(self.device),
             job=self._job,
@@ -449,22 +454,37 @@ class Run:
         line = self.profile.at(self.number, self.path, self.rank)
         if line:
             self._out.console.say(line)
+        counter = FlopCounter() if self.number == self._counts_at and not uncountable() else None
         try:
-            update = self.engine.step_parts(
-                batch.parts,
-                portion.planned,
-                all_delivered=self.config.on_bad_sample == "raise" and portion.planned == portion.rows,
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-            )
+            with counter or contextlib.nullcontext():
+                update = self.engine.step_parts(
+                    batch.parts,
+                    portion.planned,
+                    all_delivered=self.config.on_bad_sample == "raise" and portion.planned == portion.rows,
+                    loss_fn=loss_fn,
+                    optimizer=optimizer,
+                )
         except LessonError as error:
             raise learn(error, self.config, self.path, self.number) from None
         update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
         self._out.update(update, portion.rows, self._batches, self.total)
+        if update.number == self._counts_at:
+            self._tell_flops(update.number, portion.rows, counter)
         self._beat()
         if self._watch is not None:
             self._watch.stepped(batch, update)
         return update
+
+    def _tell_flops(self, number: int, rows: int, counter: FlopCounter | None) -> None:
+        why = counter.why if counter is not None else uncountable()
+        if len(self.engine.targets) > 1:
+            why = "several optimizers: one update is not like another"
+        elif self.engine.strategy == "dp":
+            why = "dp computes in threads, where nothing can be counted"
+        rows = sum(stop - start for start, stop in self.engine.cut.pieces(rows))  # of rank 0
+        flops = counter.total if counter is not None and not why else None
+        fields = {"flops": flops, "rows": rows, "format": self.engine.words()["compute"], "why": why or None}
+        self._out.folder.event("flops", update=number, **fields)
 
     def stop(self, reason: str = "run.stop() was called") -> None:
         """Ask for a stop: the next time the loop asks for an update, every rank saves and raises `Stopped`.
@@ -916,6 +936,8 @@ class Run:
         line = in_words(kind, update, fields)
         if line:
             self._out.console.say(line)
+        if kind == "oom" and update == self._counts_at:
+            self._counts_at += 1  # what was made twice was counted twice
         if kind in ("oom", "grow"):  # the product stays, its factors have changed
             line = self.contract_line()
             self._out.console.contract(line)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from evener.config import Config
+from evener.dist.info import cpu_name
 from evener.engine import Engine
 from evener.engine.cut import chop
 from evener.report.contract import Contract, PrecisionWords, contract_line, lr_line
@@ -109,7 +110,7 @@ def circumstances(model: torch.nn.Module, device: torch.device) -> dict[str, Any
     """Where and from what a run was started, for whoever wants to do it again. Read, not asked: no process starts."""
     on_gpu = device.type == "cuda"
     return {
-        "device_name": torch.cuda.get_device_name(device) if on_gpu else None,
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name() if device.type == "cpu" else None,
         "parameters": sum(one.numel() for one in model.parameters()),
         "host": socket.gethostname(),
         "system": platform.platform(),
