@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from evener.data import Order
 from evener.dist.mix import mix
-from evener.errors import DataError, UsageError
+from evener.errors import DataError
 
 seeds = st.integers(-(2**63), 2**64)
 
@@ -146,13 +146,6 @@ def test_wrong_indices_are_refused_with_the_value(returned, says):
         Order(4, 1, lambda seed, epoch: returned).length(3)
     assert says in str(caught.value)
     assert "from 0 to 3" in str(caught.value) and "order(seed=1, epoch=3)" in str(caught.value)
-
-
-def test_unknown_orders_and_empty_datasets_are_refused():
-    with pytest.raises(UsageError, match='order="shuffle"'):
-        Order(4, 1, "shufle")
-    with pytest.raises(DataError, match="empty"):
-        Order(0, 1)
 
 
 @given(st.lists(seeds, max_size=5))

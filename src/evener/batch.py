@@ -86,32 +86,22 @@ def rows(batch: Any, split: Split | None = None) -> int:
         try:
             counts = {len(column) for column in columns}
         except TypeError:
-            raise DataError(
-                f"split= needs len(batch) to count rows; a {type(batch).__name__} has no length.",
-                fix=["give the batch a __len__ that returns its rows"],
-            ) from None
+            what = f"split= needs len(batch) to count rows; a {type(batch).__name__} has no length."
+            raise DataError(what, fix=["give the batch a __len__ that returns its rows"]) from None
         if len(counts) != 1:
-            raise DataError(
-                f"split= was given a {type(batch).__name__} whose parts have different lengths: {sorted(counts)}.",
-                fix=["a tuple or dict holds columns of equally many rows; a list holds the rows themselves"],
-            )
+            what = f"split= was given a {type(batch).__name__} whose parts have different lengths: {sorted(counts)}."
+            fix = ["a tuple or dict holds columns of equally many rows; a list holds the rows themselves"]
+            raise DataError(what, fix=fix)
         return counts.pop()
     found = [(path, leaf.shape[0]) for path, leaf in leaves(batch) if leaf.ndim]
     if not found:
-        raise DataError(
-            f"no tensor in the batch to count rows on (got {type(batch).__name__}).",
-            fix=[
-                "return tensors from the dataset or collate_fn",
-                "or pass split=f(batch, start, stop) and a len(batch)",
-            ],
-        )
+        fix = ["return tensors from the dataset or collate_fn", "or pass split=f(batch, start, stop) and a len(batch)"]
+        raise DataError(f"no tensor in the batch to count rows on (got {type(batch).__name__}).", fix=fix)
     count = found[0][1]
     if any(size != count for _, size in found):
-        raise DataError(
-            "the tensors of the batch disagree about the number of rows (first dimension).",
-            evidence=[f"{path}: {size}" for path, size in found[:8]],
-            fix=["make the first dimension of every tensor the rows", "or pass split=f(batch, start, stop)"],
-        )
+        what = "the tensors of the batch disagree about the number of rows (first dimension)."
+        fix = ["make the first dimension of every tensor the rows", "or pass split=f(batch, start, stop)"]
+        raise DataError(what, evidence=[f"{path}: {size}" for path, size in found[:8]], fix=fix)
     return count
 
 
@@ -160,10 +150,8 @@ def part(batch: Any, start: int, stop: int, split: Split | None = None) -> Any:
     if split is not None:
         cut = split(batch, start, stop)
         if rows(cut, split) != stop - start:
-            raise DataError(
-                f"split(batch, {start}, {stop}) returned {rows(cut, split)} rows.",
-                fix=["return the rows start .. stop-1 as a batch of the same kind"],
-            )
+            what = f"split(batch, {start}, {stop}) returned {rows(cut, split)} rows."
+            raise DataError(what, fix=["return the rows start .. stop-1 as a batch of the same kind"])
         return cut
     if _is_pair(batch):
         x, y = batch
@@ -196,11 +184,9 @@ def move(batch: Any, device: torch.device) -> Any:
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
     size = sum(leaf.nbytes for _, leaf in leaves(batch))
-    raise MemoryLimitError(
-        f"Out of memory while a rank's batch of {size / 2**20:,.1f} MiB is copied to {device}.",
-        evidence=[words],
-        fix=["more processes: each copies its own rows only", "a smaller global_batch_size, or shorter rows"],
-    )
+    what = f"Out of memory while a rank's batch of {size / 2**20:,.1f} MiB is copied to {device}."
+    fix = ["more processes: each copies its own rows only", "a smaller global_batch_size, or shorter rows"]
+    raise MemoryLimitError(what, evidence=[words], fix=fix)
 
 
 def aligned(batch: Any) -> Any:

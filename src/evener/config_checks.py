@@ -134,10 +134,8 @@ def precision(name: str, value: Any) -> Any:
     known = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
     known |= {"bf16-mixed": "bf16", "16-mixed": "fp16", "16": "fp16", "32": "fp32", "no": "fp32", "amp": "auto"}
     if text in known:
-        raise PrecisionError(
-            f"{name}={shown(value) if isinstance(value, str | int) else value} is another library's word.",
-            fix=[f'{name}="{known[text]}"', f"{name} is one of: {', '.join(PRECISIONS)}"],
-        )
+        what = f"{name}={shown(value) if isinstance(value, str | int) else value} is another library's word."
+        raise PrecisionError(what, fix=[f'{name}="{known[text]}"', f"{name} is one of: {', '.join(PRECISIONS)}"])
     return one_of(name, value, PRECISIONS, PrecisionError)
 
 
@@ -174,9 +172,8 @@ def existing(name: str, value: Any) -> str | os.PathLike[str] | None:
     if not isinstance(value, str | os.PathLike):
         raise refused(name, value, "None, or the path of a file or directory of weights")
     if not os.path.exists(value):
-        raise UsageError(
-            f"{name}={os.fspath(value)!r} does not exist.", fix=[f"{name} is the path of a file of weights"]
-        )
+        what = f"{name}={os.fspath(value)!r} does not exist."
+        raise UsageError(what, fix=[f"{name} is the path of a file of weights"])
     return value
 
 

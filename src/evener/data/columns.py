@@ -13,14 +13,9 @@ Build = Callable[[Sequence[Any]], Any]
 
 
 class Columns:
-    """Equally long tensors, read together.
+    """Equally long tensors, each [rows, ...], any dtype, on any device; `names` is how errors call them.
 
-    Args:
-        tensors: The columns, each [rows, ...], any dtype, on any device; `names` is how errors call them.
-        batch, row: Make the batch from the gathered columns, and one row from the columns' entries.
-
-    Raises:
-        DataError: no column, a column without rows, or different lengths.
+    `batch` and `row` make the batch from the gathered columns, and one row from the columns' entries.
     """
 
     def __init__(

@@ -48,19 +48,13 @@ def updates_in(length: int, global_batch_size: int, drop_last: bool) -> int:
 
 
 def rows_at(offset: int, length: int, global_batch_size: int, drop_last: bool) -> int:
-    """Rows of the update that starts at `offset`; 0 when the epoch has no update left there.
-
-    Raises:
-        DataError: the offset lies outside of the epoch: the dataset or its order is not the one it was taken from.
-    """
+    """Rows of the update that starts at `offset`; 0 when the epoch has no update left there."""
     left = length - offset
     if left >= global_batch_size and offset >= 0:
         return global_batch_size
     if left < 0 or offset < 0:
-        raise DataError(
-            f"the data position is row {offset} of an epoch that has {length} rows.",
-            fix=["resume with the dataset and order that the checkpoint was written with", "or start anew"],
-        )
+        fix = ["resume with the dataset and order that the checkpoint was written with", "or start anew"]
+        raise DataError(f"the data position is row {offset} of an epoch that has {length} rows.", fix=fix)
     return 0 if drop_last else left
 
 

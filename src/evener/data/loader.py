@@ -19,11 +19,7 @@ _GENERATOR = "generator=torch.Generator().manual_seed(mix(seed, epoch))"
 
 
 def order_of(loader: torch_data.DataLoader[Any], rows: int | None) -> str | None:
-    """The order word that the loader's sampler means; None for a stream (`rows` is None), which has no sampler.
-
-    Raises:
-        DataError: a batch sampler, `batch_size=None`, or a sampler other than sequential or random over all rows.
-    """
+    """The order word that the loader's sampler means; None for a stream (`rows` is None), which has no sampler."""
     batches, sampler = loader.batch_sampler, loader.sampler
     name, evidence = type(sampler).__name__, []
     if batches is None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from evener.dist.mix import mix
-from evener.errors import DataError, UsageError, one_of
+from evener.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 OrderFunction = Callable[[int, int], Any]
@@ -31,16 +31,11 @@ class Order:
     A function may return a list, array or 1-D tensor of integers in 0 .. rows-1, of any length, with repeats. It is
     called once per epoch, must return the same on every rank, and its indices stay in memory for two epochs.
 
-    Raises:
-        UsageError: an unknown word.
-        DataError: no rows; later, indices that are not integers in range.
+    Raises (when asked for an epoch):
+        DataError: indices that are not integers in range.
     """
 
     def __init__(self, rows: int, seed: int, kind: str | OrderFunction = "shuffle") -> None:
-        if rows < 1:
-            raise DataError("the dataset is empty.", fix=["give a dataset with at least one row"])
-        if not callable(kind):
-            one_of("order", kind, ("shuffle", "sequential"), UsageError)
         self.rows, self.seed, self.kind = rows, seed, kind
         self._made: dict[int, tuple[Indices, Indices]] = {}  # epoch -> (indices, keys) of a function's order
 
@@ -111,11 +106,8 @@ def _checked(function: Any, seed: int, epoch: int, rows: int) -> Indices:
     try:
         given = function(seed, epoch)
     except Exception as error:
-        raise DataError(
-            f"{what} failed: {type(error).__name__}: {error}",
-            evidence=where(error),
-            fix=["order= is a function of (seed, epoch) that returns row numbers"],
-        ) from error
+        fix = ["order= is a function of (seed, epoch) that returns row numbers"]
+        raise DataError(f"{what} failed: {type(error).__name__}: {error}", evidence=where(error), fix=fix) from error
     fix = [f"return a flat list, array or tensor of integers from 0 to {rows - 1}"]
     try:
         array = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)

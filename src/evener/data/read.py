@@ -121,11 +121,7 @@ class RowReader(Reader):
         self._draws = False  # a batched read has drawn random numbers: read row by row from now on
 
     def read(self, job: Job) -> Loaded:
-        """The job's batches. The caller's random generators stand as before, whatever happens.
-
-        Raises:
-            DataError: a row that cannot be read, named, from the exception that it raised; rows that do not collate.
-        """
+        """The job's batches. The caller's random generators stand as before, whatever happens."""
         if not len(job.ids):
             return Loaded([None] * len(job.bounds), [0] * len(job.bounds))
         with rng.kept():
@@ -149,11 +145,9 @@ class RowReader(Reader):
             else:
                 self._draws = not rng.same(before, rng.states())
                 if not self._draws and len(rows) != len(job.ids):
-                    raise DataError(
-                        f"{name}.__getitems__ returned {len(rows)} rows for {len(job.ids)} indices.",
-                        evidence=[f"rows {listed(job.ids)}"],
-                        fix=["return one row per index, in the order of the indices"],
-                    )
+                    what = f"{name}.__getitems__ returned {len(rows)} rows for {len(job.ids)} indices."
+                    fix = ["return one row per index, in the order of the indices"]
+                    raise DataError(what, evidence=[f"rows {listed(job.ids)}"], fix=fix)
                 if not self._draws:
                     return rows, ()
         rows, skipped = self._one_by_one(job)
@@ -177,11 +171,9 @@ class RowReader(Reader):
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
                 if not self.skip:
-                    raise DataError(
-                        f"row {i} of the dataset could not be read (epoch {job.epoch}): {problem}",
-                        evidence=where(error),
-                        fix=[f"dataset[{i}] shows it", 'on_bad_sample="skip" leaves such rows out, and names them'],
-                    ) from error
+                    what = f"row {i} of the dataset could not be read (epoch {job.epoch}): {problem}"
+                    fix = [f"dataset[{i}] shows it", 'on_bad_sample="skip" leaves such rows out, and names them']
+                    raise DataError(what, evidence=where(error), fix=fix) from error
                 skipped.append((i, problem))
                 rows.append(_Missing)
         return rows, tuple(skipped)
@@ -193,9 +185,6 @@ def collated(
     """The batches of the pieces of rows, and how many rows each has. `position`: of the first row in the epoch.
 
     By `default_collate`, or by the user's function under seeds from (seed, epoch, first position of the piece).
-
-    Raises:
-        DataError: rows that do not go together; `ids` names them.
     """
     batches: list[Any] = []
     counts: list[int] = []
@@ -210,11 +199,10 @@ def collated(
         except Exception as error:
             name = getattr(collate_fn, "__name__", "collate_fn")
             problem = f"{type(error).__name__}: {error}"
-            raise DataError(
-                f"{len(part)} rows could not be put together by {name} (epoch {epoch}): {problem}",
-                evidence=[f"rows {listed(ids[start:stop])}", f"the first is {_shape(part[0])}", *where(error)],
-                fix=["let the dataset return rows of one shape", "or pass a collate_fn that pads them"],
-            ) from error
+            what = f"{len(part)} rows could not be put together by {name} (epoch {epoch}): {problem}"
+            evidence = [f"rows {listed(ids[start:stop])}", f"the first is {_shape(part[0])}", *where(error)]
+            fix = ["let the dataset return rows of one shape", "or pass a collate_fn that pads them"]
+            raise DataError(what, evidence=evidence, fix=fix) from error
     return batches, counts
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from evener.data import loader as loaders
 from evener.data.columns import Columns
-from evener.errors import BatchSizeError, DataError, UsageError, one_of, refuse_prepared
+from evener.errors import DataError, UsageError, refuse_prepared
 
 Collate = Callable[[list[Any]], Any]
 Cut = Callable[[int], Sequence[tuple[int, int]]]
@@ -52,12 +52,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a source is to be read: what both kinds of feed are told.
-
-    Raises:
-        BatchSizeError: global_batch_size is not a positive integer.
-        UsageError: num_workers, timeout or on_bad_sample out of range.
-    """
+    """How a source is to be read: what both kinds of feed are told. Keywords of a run were checked by `Config`."""
 
     global_batch_size: int  # rows of an update over all ranks
     drop_last: bool  # otherwise the last update of an epoch has fewer
@@ -78,18 +73,6 @@ class Reading:
     say: Callable[[str], None] | None = None  # called on every rank with what the user should know of a stream
     exact: bool = False  # a stream that goes on with another row than before is an error, not only said
 
-    def __post_init__(self) -> None:
-        size, workers = self.global_batch_size, self.num_workers
-        if type(size) is not int or size < 1:
-            what = f"global_batch_size={size!r}: rows of one update over all ranks, at least 1."
-            raise BatchSizeError(what, fix=["global_batch_size=64"])
-        one_of("on_bad_sample", self.on_bad_sample, ("raise", "skip"))
-        if workers != "auto" and (type(workers) is not int or workers < 0):
-            what = f"num_workers={workers!r} is not a number of processes."
-            raise UsageError(what, fix=['num_workers="auto", or 0, 1, 2, ...'])
-        if self.timeout is not None and self.timeout <= 0:
-            raise UsageError(f"timeout={self.timeout!r}: seconds to wait for a data worker.", fix=["timeout=300"])
-
     def by_reader(self, source: Source) -> Reading:
         """What a reader needs and data workers can be sent: the collate_fn that counts, none of the run's functions."""
         collate_fn = self.collate_fn if self.collate_fn is not None else source.collate_fn
@@ -103,9 +86,8 @@ def _no_rows(rows: int) -> tuple[()]:
 def source_of(data: Any, stream: str | None = None) -> Source:
     """Accept what the user calls data.
 
-    Taken: a map-style dataset (`__len__` and `__getitem__`, `__getitems__` when it has one), a TensorDataset or a
-    Subset of one, one tensor or array, a tuple or a dict of tensors or arrays whose first dimension is the rows, a
-    DataLoader (for its dataset, collate_fn and workers), and with `stream` ("split" or "mine") a stream.
+    Taken: a map-style dataset, a TensorDataset or a Subset of one, one tensor or array, a tuple or a dict of tensors
+    or arrays whose first dimension is the rows, a DataLoader, and with `stream` ("split" or "mine") a stream.
 
     Raises:
         DataError: empty, of unequal lengths, a stream without `stream`, a foreign sampler, or not a dataset at all.
@@ -127,10 +109,8 @@ def source_of(data: Any, stream: str | None = None) -> Source:
             ],
         )
     if stream is not None and not streams:
-        raise UsageError(
-            f'stream="{stream}" is for what can only be iterated; a {kind} has rows with numbers.',
-            fix=["leave stream= out: every row is read once, on any number of processes"],
-        )
+        what = f'stream="{stream}" is for what can only be iterated; a {kind} has rows with numbers.'
+        raise UsageError(what, fix=["leave stream= out: every row is read once, on any number of processes"])
     dataset, rows = (inner, 0) if streams else _dataset(inner)
     if loader is None:
         return Source(dataset, rows, streams)

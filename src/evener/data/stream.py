@@ -73,14 +73,10 @@ class Taken(Loaded):
 
 
 class StreamReader(Reader):
-    """Reads one stream, update after update, epoch after epoch.
+    """Reads one stream, update after update, epoch after epoch; its `state_dict` and `load_state_dict` if it has both.
 
-    Args:
-        dataset: Can be iterated; `state_dict` and `load_state_dict` are used when it has both.
-        how: With `drop_last` an update is whole or not made; so a whole one is read ahead, else one row.
-        cut: `cut(rows)`: this rank's pieces of an update of so many rows.
-        size: Rows of an update that are taken from this stream: the global batch (split), or this rank's part (mine).
-        split: The stream holds every rank's rows, and only this rank's pieces are kept.
+    size: Rows of an update that are taken from this stream: the global batch (split), or this rank's part (mine).
+    With `drop_last` an update is whole or not made; so a whole one is read ahead, else one row.
     """
 
     def __init__(self, dataset: Any, how: Reading, cut: Cut, size: int, split: bool) -> None:
@@ -97,11 +93,7 @@ class StreamReader(Reader):
         self._loaded: int | None = None  # look of the first update after a load_state_dict in the middle of an epoch
 
     def read(self, job: StreamJob) -> Taken:
-        """The next update's batches. The caller's random generators stand as before.
-
-        Raises:
-            DataError: a row that cannot be read, rows that do not collate, or a stream that cannot begin anew.
-        """
+        """The next update's batches. The caller's random generators stand as before."""
         with rng.kept():
             taken = Taken([], [])
             if job.seek is not None:
@@ -167,21 +159,18 @@ class StreamReader(Reader):
     def _raise_error(self, row: int) -> None:
         """What reading `row` raised, if it did."""
         if (error := self._error) is not None:
-            raise DataError(
-                f"row {row} of the stream could not be read (epoch {self._epoch}): {type(error).__name__}: {error}",
-                evidence=where(error),
-                fix=["leave bad rows out inside of the stream: after an error it may have no next row"],
-            ) from error
+            what = f"row {row} of the stream could not be read (epoch {self._epoch}): {type(error).__name__}: {error}"
+            fix = ["leave bad rows out inside of the stream: after an error it may have no next row"]
+            raise DataError(what, evidence=where(error), fix=fix) from error
 
     def _open(self, epoch: int, mark: Mark = START) -> None:
         """Begin an epoch; with a state in the mark, where that state stands."""
         name = type(self.dataset).__name__
         if (self._began or epoch > 0) and hasattr(self.dataset, "__next__"):
-            what = [f"epoch {epoch} would begin it anew", f"there is no way back to row {mark.rows}"]
-            raise DataError(
-                f"the stream is a {name}: it can be iterated once, and {what[epoch == self._epoch]}.",
-                fix=["give an object whose __iter__ begins anew: class Rows(torch.utils.data.IterableDataset)"],
-            )
+            again, back = f"epoch {epoch} would begin it anew", f"there is no way back to row {mark.rows}"
+            what = f"the stream is a {name}: it can be iterated once, and {back if epoch == self._epoch else again}."
+            fix = ["give an object whose __iter__ begins anew: class Rows(torch.utils.data.IterableDataset)"]
+            raise DataError(what, fix=fix)
         self._epoch, self._used, self._ended, self._error, self._began, self._first = epoch, 0, False, None, True, True
         self._read, self._before, self._again = False, None, []
         self._ahead.clear()
@@ -194,10 +183,8 @@ class StreamReader(Reader):
                 self._used = mark.rows - mark.back
             self._iterator = iter(self.dataset)
         except Exception as error:
-            raise DataError(
-                f"the stream {name} could not begin epoch {epoch}: {type(error).__name__}: {error}",
-                evidence=where(error),
-            ) from error
+            what = f"the stream {name} could not begin epoch {epoch}: {type(error).__name__}: {error}"
+            raise DataError(what, evidence=where(error)) from error
         self._seeds = _seeds(self.how.seed, epoch, self._used)
         if self._used and mark.back:
             next(self._seeds)

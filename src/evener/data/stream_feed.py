@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from evener.data.cursor import Cursor, Mark, no_update
-from evener.data.delivery import Delivery
 from evener.data.feed import Feed, Portion, pieces_of
 from evener.data.order import Order
 from evener.data.source import Reading, Source
 from evener.data.stream import START, StreamJob, StreamReader, Taken
+from evener.data.workers import Delivery
 from evener.dist import comm
 from evener.dist.mix import mix
 from evener.errors import BatchSizeError, DataError, UsageError
@@ -34,10 +34,8 @@ def make_feed(source: Source, *, stream: str | None, order: Any, **how: Any) -> 
         kind = order if order is not None else source.order or "shuffle"
         return Feed(source, Order(source.rows, how["seed"], kind), **how)
     if order is not None:
-        raise UsageError(
-            "order= is for datasets whose rows have numbers; a stream comes in its own order.",
-            fix=["leave order= out, and shuffle inside of the stream: __iter__ runs under seeds from (seed, epoch)"],
-        )
+        fix = ["leave order= out, and shuffle inside of the stream: __iter__ runs under seeds from (seed, epoch)"]
+        raise UsageError("order= is for datasets whose rows have numbers; a stream comes in its own order.", fix=fix)
     return StreamFeed(source, stream or "split", **how)
 
 
@@ -54,14 +52,8 @@ class Told(NamedTuple):
 class StreamFeed:
     """Reads a stream and hands out portions. Constructed, and iterated, on all ranks together.
 
-    Args:
-        kind: "split" or "mine", see above.
-        how: The fields of `Reading`. num_workers: 0 (and "auto") reads here, 1 in a process that reads ahead. More
-            would share the stream in another way for every number of them; a DataLoader's larger number means 1.
-
-    Raises:
-        UsageError: num_workers, on_bad_sample.
-        BatchSizeError: a rank of "mine" that no row of an update belongs to: its stream would never be read.
+    kind: "split" or "mine", see above. num_workers: 0 (and "auto") reads here, 1 in a process that reads ahead. More
+    would share the stream in another way for every number of them; a DataLoader's larger number means 1.
     """
 
     def __init__(self, source: Source, kind: str, **keywords: Any) -> None:
@@ -160,12 +152,10 @@ class StreamFeed:
         drop_last, whole = self.how.drop_last, self.how.global_batch_size
         rows = every[0].seen if self.split else sum(one.seen for one in every)
         if rows == 0 and cursor.offset == 0:
-            raise DataError(
-                f"the stream {type(self.source.dataset).__name__} gave no row in epoch {cursor.epoch}.",
-                fix=["__iter__ must begin anew each time: make what it iterates inside of it"]
-                if cursor.epoch
-                else ["give a stream with at least one row"],
-            )
+            again = "__iter__ must begin anew each time: make what it iterates inside of it"
+            fix = [again if cursor.epoch else "give a stream with at least one row"]
+            name = type(self.source.dataset).__name__
+            raise DataError(f"the stream {name} gave no row in epoch {cursor.epoch}.", fix=fix)
         if rows == 0 or (drop_last and rows < whole):
             if cursor.offset == 0:
                 raise no_update(cursor.epoch, rows, whole)
@@ -190,9 +180,8 @@ class StreamFeed:
         """What all ranks must stop for; every rank sees it, so that none waits for another."""
         at = f"at row {cursor.offset} of epoch {cursor.epoch}"
         if failed := [str(rank) for rank, one in enumerate(every) if one.seen < 0]:
-            raise DataError(
-                f"the stream of rank {', '.join(failed)} failed {at}; that rank says how.", fix=["see its log"]
-            )
+            what = f"the stream of rank {', '.join(failed)} failed {at}; that rank says how."
+            raise DataError(what, fix=["see its log"])
         if any(one.changed for one in every):
             text = f"the stream goes on with another row than when the checkpoint was written, {at}"
             text += ": rows may be missing or come twice"
@@ -214,16 +203,13 @@ class StreamFeed:
         looks = [one.look for one in every]
         if self.split:
             if len({(one.seen, one.more) for one in every}) > 1:
-                ends = [
-                    f"rank {r}: {one.seen} rows, {'more' if one.more else 'the end'}" for r, one in enumerate(every)
-                ]
+                said = [f"{one.seen} rows, {'more' if one.more else 'the end'}" for one in every]
+                ends = [f"rank {rank}: {one}" for rank, one in enumerate(said)]
                 raise DataError(f"the stream has other lengths on the ranks, {at}.", evidence=ends, fix=[_SAME, _MINE])
             if len(set(looks)) > 1:
                 other = next(rank for rank, look in enumerate(looks) if look != looks[0])
-                raise DataError(
-                    f'stream="split": rank {other} reads other rows than rank 0, {at}.',
-                    fix=[_SAME, "draw with torch, random or numpy.random: they are seeded for every row", _MINE],
-                )
+                fix = [_SAME, "draw with torch, random or numpy.random: they are seeded for every row", _MINE]
+                raise DataError(f'stream="split": rank {other} reads other rows than rank 0, {at}.', fix=fix)
         elif all(looks) and all(one.seen > 1 for one in every) and len(set(looks)) < len(looks):
             same = [rank for rank, look in enumerate(looks) if looks.count(look) > 1][:2]
             raise DataError(

@@ -1,4 +1,6 @@
-"""Worker processes that read jobs: torch's DataLoader machinery, with its failures made nameable.
+"""The way of a batch from its reader to the device: worker processes if there are any, a look at it, the copy.
+
+Workers are torch's DataLoader machinery, with its failures made nameable.
 
 The DataLoader gets `batch_size=None` and a sampler that yields jobs; a worker reads a whole job. Jobs go to
 the workers in turn (job k of a pass to worker k mod count) and results come back in job order: so it is known
@@ -23,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from evener.data.processes import started_by, watched
 from evener.data.read import Loaded, Reader, listed
-from evener.data.source import Source
+from evener.data.source import Reading, Source
+from evener.data.transfer import Transfer, ahead
 from evener.dist.mix import mix
 from evener.errors import DataError, UsageError, WorkerError
 
@@ -73,11 +76,7 @@ def _as_is(loaded: Any) -> Any:
 class Workers:
     """`count` processes that read jobs ahead, kept between passes until `close`.
 
-    Args:
-        reader: Sent to every worker (by fork: as it is; by spawn: pickled).
-        source: For what a DataLoader said about workers.
-        timeout: Seconds that one wait may take before the workers count as hanging.
-        pin: Let the DataLoader's thread pin the results (CUDA).
+    timeout: Seconds that one wait may take before they count as hanging. pin: the DataLoader's thread pins the results.
     """
 
     def __init__(self, reader: Reader, source: Source, count: int, timeout: float, seed: int, pin: bool) -> None:
@@ -128,10 +127,8 @@ class Workers:
         self._begin()
         while True:
             if turn != self._pass:
-                raise UsageError(
-                    "these portions were ended by a newer call of portions() on the same data.",
-                    fix=["finish one pass before the next, or make a second Feed"],
-                )
+                what = "these portions were ended by a newer call of portions() on the same data."
+                raise UsageError(what, fix=["finish one pass before the next, or make a second Feed"])
             result = self._next()
             if result is None:
                 if broken:
@@ -149,6 +146,8 @@ class Workers:
             self._iterator._timeout = self.timeout  # the workers' greeting at the start of a pass is not polled
         try:
             self._iterator = iter(self._loader)
+            for worker in self._iterator._workers:
+                worker._popen.terminate = worker._popen.kill  # they are deaf to TERM (processes.py)
             self._iterator._timeout = min(_POLL_SECONDS, self.timeout)
         except Exception as error:  # not picklable, no more processes, no shared memory
             if self._iterator is not None:
@@ -208,11 +207,9 @@ class Workers:
             elif code == -getattr(signal, "SIGBUS", 0):
                 fix = ["SIGBUS is most often a full /dev/shm: docker run --shm-size=8g, or fewer num_workers"]
         self._abandon()
-        raise WorkerError(
-            f"a data worker died (pid {', '.join(str(process.pid) for _, process in dead)}).",
-            evidence=evidence,
-            fix=[*fix, "num_workers=0 reads the same rows in this process and shows what they do"],
-        ) from cause
+        what = f"a data worker died (pid {', '.join(str(process.pid) for _, process in dead)})."
+        fix = [*fix, "num_workers=0 reads the same rows in this process and shows what they do"]
+        raise WorkerError(what, evidence=evidence, fix=fix) from cause
 
     def _hangs(self) -> WorkerError:
         number, _, job = self._flight[0]
@@ -228,10 +225,7 @@ class Workers:
         )
 
     def _abandon(self) -> None:
-        """Kill the workers after a failure, without torch's orderly shutdown.
-
-        That one takes locks that a killed worker may hold for ever, and waits 5 s for each hanging worker.
-        """
+        """Kill the workers: torch's orderly shutdown takes locks that a killed one may hold, and waits 5 s for each."""
         iterator, self._iterator, self._loader._iterator = self._iterator, None, None
         iterator._shutdown = True
         for process in iterator._workers:
@@ -252,3 +246,36 @@ class Workers:
         elif self._iterator is not None:
             iterator, self._iterator, self._loader._iterator = self._iterator, None, None
             iterator._shutdown_workers()
+
+
+class Delivery:
+    """Reads jobs, here or in workers; on a device the batches are one update ahead of the one that trains."""
+
+    def __init__(self, reader: Reader, source: Source, how: Reading, num_workers: int) -> None:
+        self.timeout = how.timeout or source.timeout or 300.0
+        self._reader, self._inspect = reader, how.inspect
+        self._transfer = None if how.device.type == "cpu" else Transfer(how.device, how.lap)
+        pin = how.device.type == "cuda"
+        self.workers = Workers(reader, source, num_workers, self.timeout, how.seed, pin) if num_workers else None
+
+    def results(self, steps: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """(plan, result) for each (plan, job), in order. With workers a newer call ends the older one."""
+        loaded = map(self._look, self._reader.read_all(steps) if self.workers is None else self.workers.read(steps))
+        transfer = self._transfer
+        if transfer is None:
+            yield from loaded
+        else:
+            for (plan, result), moving in ahead(loaded, lambda item: (item, transfer.start(item[1].batches))):
+                result.batches = transfer.finish(*moving)
+                yield plan, result
+
+    def _look(self, item: tuple[Any, Loaded]) -> tuple[Any, Loaded]:
+        if self._inspect is not None:
+            for batch in item[1].batches:
+                if batch is not None:
+                    self._inspect(batch)
+        return item
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()

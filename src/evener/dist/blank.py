@@ -28,10 +28,7 @@ def fill(target: Tensor, value: Tensor) -> None:
     """Make `target` a tensor with `value`'s storage and device while it stays the same object.
 
     An optimizer made before, and every module that shares it, keep it. `value` is not copied. Attributes, class and
-    `requires_grad` stay; a gradient is dropped.
-
-    Raises:
-        ModelError: autograd or a hook already uses the tensor, so it can no longer be exchanged.
+    `requires_grad` stay; a gradient is dropped. Refused where autograd or a hook already uses the tensor.
     """
     hooks = target._backward_hooks or getattr(target, "_post_accumulate_grad_hooks", None)
     new = torch.Tensor._make_subclass(type(target), value.detach(), target.requires_grad)
@@ -41,11 +38,9 @@ def fill(target: Tensor, value: Tensor) -> None:
             raise RuntimeError("it has hooks, which would be lost")
         torch.utils.swap_tensors(target, new)
     except RuntimeError as error:
-        raise ModelError(
-            "A parameter without storage is already in use and cannot get its values.",
-            evidence=[str(error)],
-            fix=["load or materialise the model before hooks are registered and before its first forward"],
-        ) from None
+        what = "A parameter without storage is already in use and cannot get its values."
+        fix = ["load or materialise the model before hooks are registered and before its first forward"]
+        raise ModelError(what, evidence=[str(error)], fix=fix) from None
 
 
 def materialise(model: Module, device: torch.device | str, seed: int, path: str = "") -> None:
@@ -57,10 +52,8 @@ def materialise(model: Module, device: torch.device | str, seed: int, path: str 
     is not repeated. Tensors that had values keep them; tied ones stay tied and get the values of their first name;
     parameters stay the same objects. The process's random state is left as it was. On every rank; no communication.
 
-    path: The model's name inside of a larger model, whose values these shall be.
-
-    Raises:
-        ModelError: tensors that no reset_parameters makes, all of them named; the model is then unusable.
+    path: The model's name inside of a larger model, whose values these shall be. After an error (tensors that no
+    reset_parameters makes, all of them named) the model is unusable.
     """
     modules = dict(model.named_modules())
     start = {id(one): one for module in modules.values() for one in _own(module).values()}

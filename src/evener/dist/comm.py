@@ -31,20 +31,16 @@ def _wire() -> torch.device:
 
 def _ready() -> None:
     if _alone() and here().world_size > 1:
-        raise UsageError(
-            "evener.comm needs the process group, which does not exist yet.",
-            fix=["construct evener.Run or evener.Engine first", "or call torch.distributed.init_process_group()"],
-        )
+        fix = ["construct evener.Run or evener.Engine first", "or call torch.distributed.init_process_group()"]
+        raise UsageError("evener.comm needs the process group, which does not exist yet.", fix=fix)
 
 
 def _to_bytes(value: Any, what: str) -> torch.Tensor:
     try:
         text = json.dumps(value, allow_nan=True)
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{what}: a value of type {type(value).__name__} is neither a tensor nor JSON ({error}).",
-            fix=["pass tensors, or numbers, strings, lists and dicts"],
-        ) from None
+        what = f"{what}: a value of type {type(value).__name__} is neither a tensor nor JSON ({error})."
+        raise UsageError(what, fix=["pass tensors, or numbers, strings, lists and dicts"]) from None
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_wire())
 
 
@@ -64,7 +60,7 @@ def _gather_bytes(data: torch.Tensor) -> list[torch.Tensor]:
 
 
 def broadcast(value: Any, src: int = 0) -> Any:
-    """`src`'s value on every rank. A tensor is filled in place and returned; it has the same shape and dtype everywhere.
+    """`src`'s value on every rank. A tensor is filled in place and returned; it has one shape and dtype everywhere.
 
     One collective for a tensor, two for a JSON value.
     """
@@ -84,14 +80,13 @@ def broadcast(value: Any, src: int = 0) -> Any:
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """Sum, mean, max or min over all ranks, on every rank. Tensors: a new tensor. Numbers: a Python number (float64)."""
+    """Sum, mean, max or min over all ranks, on every rank. Tensors: a new one. Numbers: a Python number (float64)."""
     one_of("op", op, _REDUCE)
     _ready()
     number = not isinstance(value, torch.Tensor)
     if number and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise UsageError(
-            f"all_reduce takes a tensor or a number, not {type(value).__name__}.", fix=["all_gather takes any JSON"]
-        )
+        what = f"all_reduce takes a tensor or a number, not {type(value).__name__}."
+        raise UsageError(what, fix=["all_gather takes any JSON"])
     if _alone():
         return value if number else value.clone()
     result = torch.tensor(value, dtype=torch.float64, device=_wire()) if number else value.detach().clone()
@@ -150,10 +145,8 @@ def scatter(values: Sequence[Any] | None, src: int = 0) -> Any:
     items = broadcast(list(values) if values is not None else None, src)
     if not isinstance(items, list) or len(items) != dist.get_world_size():
         given = "nothing" if items is None else f"{len(items)} values"
-        raise UsageError(
-            f"scatter needs one value per rank ({dist.get_world_size()}); rank {src} gave {given}.",
-            fix=[f"pass a list of {dist.get_world_size()} values on rank {src}"],
-        )
+        what = f"scatter needs one value per rank ({dist.get_world_size()}); rank {src} gave {given}."
+        raise UsageError(what, fix=[f"pass a list of {dist.get_world_size()} values on rank {src}"])
     return items[dist.get_rank()]
 
 
@@ -168,8 +161,6 @@ def _same_shape(value: torch.Tensor, what: str) -> None:
     """A mismatch of shapes aborts the process natively in gloo, without a Python error: compare them first."""
     shapes = [_from_bytes(part) for part in _gather_bytes(_to_bytes([list(value.shape), str(value.dtype)], what))]
     if any(shape != shapes[0] for shape in shapes):
-        raise CollectiveError(
-            f"{what}: the ranks gave tensors of different shapes or dtypes.",
-            evidence=[f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(shapes)],
-            fix=["pad to one shape, or gather lists (they travel as JSON)"],
-        )
+        what = f"{what}: the ranks gave tensors of different shapes or dtypes."
+        evidence = [f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(shapes)]
+        raise CollectiveError(what, evidence=evidence, fix=["pad to one shape, or gather lists (they travel as JSON)"])

@@ -49,10 +49,8 @@ def device(spec: str | int | torch.device | None = None) -> torch.device:
         if not torch.backends.mps.is_available():
             raise DeviceError("device 'mps' is not available: this is no Apple GPU, or torch was built without it.")
         if place.world_size > 1:
-            raise DeviceError(
-                f"MPS works for one process; this job has {place.world_size}.",
-                fix=["evener run --nproc 1", "or --cpu for several processes"],
-            )
+            what = f"MPS works for one process; this job has {place.world_size}."
+            raise DeviceError(what, fix=["evener run --nproc 1", "or --cpu for several processes"])
         return wanted
     if wanted.type == "cpu":
         return torch.device("cpu")
@@ -114,9 +112,6 @@ def _cuda(slot: int, asked: str) -> torch.device:
         error = visible.explain_slots([slot], visible.read(os.environ, seen.gpus), seen.gpus) if seen.gpus else None
         if error is not None:
             evidence, fix = list(error.evidence) or evidence, list(error.fix)
-        raise DeviceError(
-            f"{asked}: cuda:{slot} does not exist; {count} GPU{'s are' if count != 1 else ' is'} visible.",
-            evidence=evidence,
-            fix=[*fix, f"evener run --nproc {count} starts one process per GPU"],
-        )
+        what = f"{asked}: cuda:{slot} does not exist; {count} GPU{'s are' if count != 1 else ' is'} visible."
+        raise DeviceError(what, evidence=evidence, fix=[*fix, f"evener run --nproc {count} starts one process per GPU"])
     return torch.device("cuda", slot)

@@ -65,13 +65,10 @@ class Group:
         if store_dir is not None:
             # A restarted attempt must not read the dead attempt's addresses, so each has a file of its own.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = torch._C._distributed_c10d.FileStore(
-                str(Path(store_dir) / f"attempt-{attempt}"), place.world_size
-            )
+            file = str(Path(store_dir) / f"attempt-{attempt}")
+            self._store = torch._C._distributed_c10d.FileStore(file, place.world_size)
             self._store.set_timeout(timeout)
-            dist.init_process_group(
-                backend, store=self._store, rank=place.rank, world_size=place.world_size, timeout=timeout
-            )
+            where: dict[str, Any] = {"store": self._store}
         else:
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
             if missing:
@@ -80,16 +77,15 @@ class Group:
                     "the processes cannot find each other.",
                     fix=["start the script with `evener run` or `torchrun`", "or unset RANK and WORLD_SIZE"],
                 )
-            dist.init_process_group(
-                backend, init_method="env://", rank=place.rank, world_size=place.world_size, timeout=timeout
-            )
+            where = {"init_method": "env://"}
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, **where)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Around a collective that a user's code asks for: a failure says which call, and which ranks did not come.
 
-        Each rank leaves a mark in the store before it communicates (about 0.1 ms), so that the survivors of a time-out
-        can name who is missing. Not used inside the step.
+        Each rank leaves a mark in the store first (about 0.1 ms), so that the survivors of a time-out can name who is
+        missing. Not used inside the step.
         """
         if self.world_size == 1:
             yield
@@ -119,6 +115,5 @@ class Group:
                 cause = f"{name} must be called on every rank at the same point; the ranks called different things."
             else:
                 cause = f"{name} failed although every rank called it."
-            raise CollectiveError(
-                cause, evidence=evidence, fix=[f"call {name} outside of any `if rank == 0:`, on all ranks alike"]
-            ) from error
+            fix = [f"call {name} outside of any `if rank == 0:`, on all ranks alike"]
+            raise CollectiveError(cause, evidence=evidence, fix=fix) from error
