@@ -20,7 +20,7 @@ test: $(READY)         ## the sampled tests; their seed is printed
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=40 -m "not gpu and not full" tests
 
 test-all: $(READY)     ## everything
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=40 -m "not gpu" tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 -m "not gpu" tests
 
 check: $(READY)        ## lint and types
 	$(BIN)/ruff format --check .
