@@ -459,7 +459,7 @@ def test_the_texts_belong_to_the_checks():
 def test_a_fact_sheet_survives_its_file():
     facts = replace(WELL, gpus=machine(gpu(0, processes=(Process(7, memory_bytes=5),))))
     assert Facts.from_json(facts.to_json(), "x") == facts
-    for broken in ("{", "[]", '{"nonsense": 1}', '{"gpus": {"gpus": 3}}'):
+    for broken in ("{", "[]", '{"nonsense": 1}', '{"gpus": {"gpus": 3}}', '{"interfaces": 3}', "[" * 100_000):
         with pytest.raises(UsageError, match="x is no"):
             Facts.from_json(broken, "x")
 

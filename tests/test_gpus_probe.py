@@ -377,6 +377,7 @@ def test_a_recording_is_shown_as_the_machine_was(tmp_path):
     "text, words",
     [
         ("{", ["is not JSON"]),
+        ("[" * 100_000, ["is not JSON"]),
         ("[]", ["is no recording of GPUs", "the file: an object was expected, not list"]),
         ('{"gpus": [{"index": "0"}]}', ["gpus[0].index: int was expected, not '0'"]),
         ('{"gpus": [{}]}', ["gpus[0]", "'index' is missing"]),
@@ -418,7 +419,11 @@ def test_exit_codes_and_choices(tmp_path):
     for wrong, word in (
         (("-n", "x"), "-n x"),
         (("--min-free", "9"), "9 is no amount"),
-        (("--watch", "x"), "no time"),
+        (("--watch", "x"), "x is no time"),
+        (("--watch", "0"), "0 is no time"),
+        (("--watch", "inf"), "inf is no time"),
+        (("-n", "9" * 5000), "how many GPUs"),
+        (("--min-free", "9" * 400 + "GB"), "no amount of memory"),
         (("y",), "unrecognized"),
     ):
         code, out, err = ask(*wrong)

@@ -109,7 +109,7 @@ def test_a_lease_ends_with_its_process_however_that_ends(folder):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert folder.holder("GPU-a") is folder.holder("GPU-b") is None
-    with folder.serial(), folder.take(["GPU-a"], "next") as lease:
+    with folder.serial(), contextlib.closing(folder.take(["GPU-a"], "next")) as lease:
         assert folder.holder_now("GPU-a").pid == os.getpid()  # the dead one's note is passed over
     assert lease.descriptors == () and folder.holder("GPU-a") is None
 

@@ -284,3 +284,4 @@ def test_the_live_view_draws_and_ends_with_ctrl_c():
 def test_a_wrong_option_is_one_clear_error(capsys):
     assert main(["top", "--interval", "soon"]) == 2
     assert "soon is no time of at least 0.1 seconds" in capsys.readouterr().err
+    assert main(["top", "--interval", "inf"]) == 2 and "inf is no time" in capsys.readouterr().err

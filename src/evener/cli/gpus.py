@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import replace
 
 from evener.cli.parser import Parser
+from evener.cli.top import seconds
 from evener.errors import EvenerError, ShortageError, UsageError
 from evener.gpus import leases, look, owners, pick, table, visible
 from evener.gpus.values import Snapshot, to_json
@@ -47,7 +49,7 @@ def parser() -> Parser:
     show.add_argument("--env", action="store_true", help="the variables that make a process see the chosen GPUs")
     show.add_argument("--holders", action="store_true", help="processes that have GPU device files open (from /proc)")
     add("--topology", action="store_true", help="also how each pair of GPUs is connected")
-    add("--watch", metavar="SECONDS", nargs="?", const="2", help="again every SECONDS (default 2), until Ctrl-C")
+    add("--watch", metavar="SECONDS", nargs="?", const=2.0, type=seconds, help="again and again (2 s), until Ctrl-C")
     add("--from", metavar="FILE", dest="recorded", help="show a recording instead of this machine")
     add("--record", metavar="FILE", help="write what was read to FILE, as --json would print it")
     add("--lock-folder", metavar="DIR", help="another folder of leases than this machine's")
@@ -59,7 +61,6 @@ def main(argv: list[str]) -> int:
     wish = to_wish(given)
     if given.holders:
         return holders()
-    seconds = pick.parse_seconds(given.watch or "2", "--watch")
     try:
         while True:
             text, code = answer(given, wish)
@@ -67,14 +68,14 @@ def main(argv: list[str]) -> int:
             print(f"{head}{text}", end="", flush=True)
             if not given.watch or code == 4:
                 return code
-            time.sleep(seconds)
+            time.sleep(given.watch)
     except KeyboardInterrupt:
         return 0
 
 
 def to_wish(given: argparse.Namespace) -> pick.Wish | None:
     """What is asked for; None when only the table is."""
-    if given.n is not None and not (given.n.isdecimal() and int(given.n)):
+    if given.n is not None and not re.fullmatch(r"0*[1-9][0-9]{0,8}", given.n):
         raise UsageError(f"-n {given.n}: how many GPUs, 1 or more.")
     asked = given.n or given.env or given.min_free or given.model
     free = pick.parse_size(given.min_free, "--min-free") if given.min_free else 0

@@ -40,7 +40,7 @@ def parser() -> Parser:
 
 def seconds(word: str) -> float:
     try:
-        if (value := float(word)) >= 0.1:
+        if 0.1 <= (value := float(word)) < 1e9:
             return value
     except ValueError:
         pass

@@ -21,6 +21,7 @@ import torch
 from evener.errors import UsageError
 from evener.gpus import look_at_gpus
 from evener.gpus.look import describe
+from evener.gpus.look import size as in_words
 from evener.gpus.pick import parse_size
 
 _SHOWN = 8  # tensors of what is still held
@@ -48,7 +49,7 @@ class DeviceMemory:
 
     def __str__(self) -> str:
         named = ("allocated", "reserved", "peak", "free", "total")
-        words = [f"{name} {_size(getattr(self, f'{name}_bytes'))}" for name in named]
+        words = [f"{name} {in_words(getattr(self, f'{name}_bytes'))}" for name in named]
         return "\n".join([f"{self.device}: {', '.join(words)}", *(f"  also there: {who}" for who in self.others or ())])
 
 
@@ -63,7 +64,9 @@ class Memory:
     def __str__(self) -> str:
         lines = [str(one) for one in self.devices]
         if self.freed_bytes is not None:
-            lines.append(f"freed {_size(self.freed_bytes)}; still held by tensors:" + ("" if self.held else " nothing"))
+            lines.append(
+                f"freed {in_words(self.freed_bytes)}; still held by tensors:" + ("" if self.held else " nothing")
+            )
         return "\n".join([*lines, *(f"  {one}" for one in self.held)])
 
 
@@ -141,7 +144,7 @@ def _limit(limit: str | int) -> None:
     total = torch.cuda.mem_get_info()[1]
     size = parse_size(limit, "memory(limit=)") if isinstance(limit, str) else limit
     if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= total:
-        fix = [f"more than 0, at most the GPU's {_size(total)}"]
+        fix = [f"more than 0, at most the GPU's {in_words(total)}"]
         raise UsageError(f"memory(limit={limit!r}): not a size that this GPU has.", fix=fix)
     torch.cuda.set_per_process_memory_fraction(size / total)
 
@@ -178,7 +181,7 @@ def _holders() -> Iterator[str]:
         one = held[where][0]
         shape, kind = "x".join(map(str, one.shape)) or "one number", str(one.dtype).removeprefix("torch.")
         who = ", ".join(list(dict.fromkeys(names))[:3]) or "nobody that Python knows (a graph, or native code)"
-        yield f"{_size(sizes[where])} on {one.device}, {shape} {kind}: {who}"
+        yield f"{in_words(sizes[where])} on {one.device}, {shape} {kind}: {who}"
 
 
 def _names(tensor: torch.Tensor) -> list[str]:
@@ -215,12 +218,3 @@ def _owner(holder: Any, value: Any, depth: int = 3) -> str:
         if above:
             return above
     return ""
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"

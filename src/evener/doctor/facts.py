@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from evener.errors import UsageError
 from evener.gpus import leases, owners
-from evener.gpus.values import Snapshot, from_json
+from evener.gpus.values import Snapshot, decode
 from evener.launch import machine
 
 # What may be in a record that somebody sends around: settings, no secrets.
@@ -97,12 +97,12 @@ class Facts:
     @staticmethod
     def from_json(text: str, where: str) -> Facts:
         """Raises UsageError: no fact sheet, or one of another version."""
+        cause = f"{where} is no fact sheet of evener doctor."
+        fix = "write one with `evener doctor --record FILE`, of the same version of evener"
         try:
-            values = json.loads(text)
-            return Facts(**(values | {"gpus": from_json(values.get("gpus", {}), where)}))
-        except (ValueError, TypeError, AttributeError) as error:
-            fix = ["write one with `evener doctor --record FILE`, of the same version of evener"]
-            raise UsageError(f"{where} is no fact sheet of evener doctor.", evidence=[str(error)], fix=fix) from None
+            return decode(Facts, json.loads(text), cause, fix)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(cause, evidence=[str(error)], fix=[fix]) from None
 
     @property
     def routed(self) -> dict[str, Any] | None:

@@ -54,12 +54,6 @@ class Lease:
                 os.close(descriptor)
         self.descriptors = self.notes = ()
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 @dataclass(frozen=True)
 class Folder:

@@ -21,6 +21,7 @@ from evener.gpus.values import GIB, MIB, Device, Gpu, Holder, Process, Snapshot,
 IDLE_BYTES = 200 * MIB  # a GPU with no process has a few MiB in use; a CUDA context alone takes 300 and more
 # Drivers before 510 may count what they reserve as used; a GPU that trains holds more than this.
 IDLE_BYTES_WITH_RESERVED = GIB
+_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB"))
 D = TypeVar("D", bound=Device)
 HolderOf = Callable[[str], Holder | None]
 
@@ -62,7 +63,7 @@ def read_recording(path: str) -> Snapshot:
             return replace(from_json(json.load(file), path), source="recorded")
     except (OSError, UnicodeDecodeError) as error:
         why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         why = f"is not JSON: {error}"
     raise UsageError(f"{path} {why}.", fix=["--from FILE, made by --record"])
 
@@ -109,9 +110,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def size(count: int) -> str:
-    """Bytes for people, in the binary units that nvidia-smi uses."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
+def size(count: int | None) -> str:
+    """Bytes for people, in the binary units that nvidia-smi uses: 20.5 GiB, 512 MiB, 30.5 MiB; None is "unknown"."""
+    if count is None or count < 1024:
+        return "unknown" if count is None else f"{count} B"
+    value, unit = next((count / one, name) for one, name in _UNITS if count >= one)
+    return f"{value:.1f} {unit}" if unit == "GiB" else f"{round(value, 1):g} {unit}"
 
 
 # --- the probes, and what their failures mean -------------------------------------------------------------------------

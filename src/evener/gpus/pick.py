@@ -84,13 +84,13 @@ def parse(text: str) -> Wish:
     text = text.strip()
     if text == "auto":
         return Wish()
-    if re.fullmatch(r"[0-9]+", text):
+    if re.fullmatch(r"[0-9]{1,9}", text):
         if int(text) == 0:
             raise UsageError("--gpus 0 asks for no GPU.", fix=["--gpus 0, is GPU 0 alone; --cpu runs on the CPU", *fix])
         return Wish(count=int(text))
     words = tuple(word.strip() for word in text.removesuffix(",").split(","))
     for word in words:
-        if not re.fullmatch(r"[0-9]+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-zA-Z/-]+", word):
+        if not re.fullmatch(r"[0-9]{1,9}|GPU-[0-9a-fA-F-]+|MIG-[0-9a-zA-Z/-]+", word):
             raise UsageError(f"--gpus {text}: {word!r} is no index and no UUID.", fix=fix)
     if len(set(words)) < len(words):
         raise UsageError(f"--gpus {text} names a GPU twice.", fix=fix)
@@ -99,7 +99,7 @@ def parse(text: str) -> Wish:
 
 def parse_size(text: str, option: str) -> int:
     """`20GB` (10^9), `20GiB` or `20G` (2^30), `500MB`, ... in bytes."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT])(i?)(B?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([KMGT])(i?)(B?)", text.strip(), re.IGNORECASE)
     if not match:
         raise UsageError(
             f"{option} {text} is no amount of memory.", fix=[f"{option} 20GB (10^9 bytes) or 20GiB (2^30)"]
@@ -109,7 +109,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(s|sec|min|m|h)?", text.strip())
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?)\s*(s|sec|min|m|h)?", text.strip())
     if not match:
         raise UsageError(f"{option}={text} is no time.", fix=[f"{option}=90 (seconds), {option}=10min, {option}=2h"])
     return float(match[1]) * {"m": 60, "min": 60, "h": 3600}.get(match[2] or "s", 1)

@@ -10,12 +10,13 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from evener.errors import UsageError
 
 GIB = 1024**3
 MIB = 1024**2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -177,21 +178,29 @@ def to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def from_json(values: Any, where: str) -> Snapshot:
-    """A snapshot out of what `to_json` made, checked field by field; fields that are missing are unknown.
+    """A snapshot out of what `to_json` made; fields that are missing are unknown. Raises UsageError."""
+    fix = "`evener gpus --record FILE` writes one, on the machine that has the GPUs"
+    return decode(Snapshot, values, f"{where} is no recording of GPUs.", fix)
+
+
+def decode(kind: type[T], values: Any, cause: str, fix: str) -> T:
+    """`values` out of JSON as that dataclass, every field of its type.
 
     Raises UsageError with the path of the first value that does not fit.
     """
     try:
-        return typing.cast(Snapshot, _read(Snapshot, values, ""))
-    except ValueError as error:
-        fix = ["`evener gpus --record FILE` writes one, on the machine that has the GPUs"]
-        raise UsageError(f"{where} is no recording of GPUs.", evidence=[str(error)], fix=fix) from None
+        return typing.cast(T, _read(kind, values, ""))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(cause, evidence=[str(error)], fix=[fix]) from None
 
 
 def _read(hint: Any, value: Any, path: str) -> Any:
     """`value` as the type `hint` has it. Raises ValueError with the path."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
     if isinstance(hint, types.UnionType):  # always "or None"
-        return None if value is None else _read(typing.get_args(hint)[0], value, path)
+        return None if value is None else _read(inner[0], value, path)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ValueError(f"{path or 'the file'}: an object was expected, not {type(value).__name__}")
@@ -202,10 +211,12 @@ def _read(hint: Any, value: Any, path: str) -> Any:
             return hint(**{name: _read(hints[name], one, f"{below}{name}") for name, one in value.items()})
         except TypeError as error:  # a field without a default is missing
             raise ValueError(f"{path or 'the file'}: {str(error).rpartition(': ')[2]} is missing") from None
-    if typing.get_origin(hint) is tuple:
+    if origin in (tuple, list):
         if not isinstance(value, list):
             raise ValueError(f"{path}: a list was expected, not {value!r}")
-        return tuple(_read(typing.get_args(hint)[0], one, f"{path}[{i}]") for i, one in enumerate(value))
+        return origin(_read(inner[0], one, f"{path}[{i}]") for i, one in enumerate(value))
+    if origin is dict:
+        return {name: _read(inner[1], one, f"{path}.{name}") for name, one in _read(dict, value, path).items()}
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
