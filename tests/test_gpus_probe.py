@@ -282,6 +282,9 @@ def test_the_kernels_driver_and_device_files_are_evidence(tmp_path):
     (tmp_path / "proc/driver/nvidia/version").write_text(text)
     got = look._trouble(Nvml, Nvml.NVMLError_LibRmVersionMismatch("differ"), str(tmp_path))
     assert "the kernel has driver 550.54.14 loaded" in got.evidence and got.broken
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+    (tmp_path / "proc/driver/nvidia/version").write_text(text)
+    assert look.loaded_driver(str(tmp_path)) == "570.86.15"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     got = look._trouble(Nvml, Nvml.NVMLError_Unknown("Unknown Error"), str(tmp_path))

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from evener.errors import UsageError
 from evener.gpus import leases, owners
+from evener.gpus.look import loaded_driver
 from evener.gpus.values import Snapshot, decode
 from evener.launch import machine
 
@@ -128,7 +129,7 @@ def gather(environ: Mapping[str, str], *, root: str = "/", directory: str = "run
         "environ": {name: value for name, value in environ.items() if _SETTINGS.match(name)},
         "packages": _packages(),
         "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
-        "kernel_driver": _found(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", at / "proc/driver/nvidia/version"),
+        "kernel_driver": loaded_driver(root),
         "nvml_library": _nvml_library(at, environ.get("LD_LIBRARY_PATH", "") if real else ""),
         "device_files": sorted(path.name for path in at.glob("dev/nvidia[0-9]*")),
         "kernel_log": _kernel_log(_output("dmesg") if real else _text(at / "var/log/kern.log")),

@@ -65,7 +65,7 @@ class Folder:
 
     def holder(self, uuid: str) -> Holder | None:
         """Who holds this GPU, or None. Waits for a picker at work, so that looking never makes one fail."""
-        with self.serial(seconds=2.0, must=False):
+        with self.serial(seconds=0.5, must=False):
             return self.holder_now(uuid)
 
     def holder_now(self, uuid: str) -> Holder | None:

@@ -170,8 +170,8 @@ def _trouble(pynvml: Any, error: Any, root: str) -> Trouble:
     fix = [f"nvidia-smi, and {dmesg}"]
     if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
         kind, cause = "mismatch", "The driver's kernel module and its library differ."
-        loaded = re.search(r"Module\s+([\d.]+)", _text(root, "proc/driver/nvidia/version"))
-        more = [f"the kernel has driver {loaded[1]} loaded"] if loaded else []
+        loaded = loaded_driver(root)
+        more = [f"the kernel has driver {loaded} loaded"] if loaded else []
         # As this process has it mapped: the file's name ends in the version.
         mapped = {line.split()[-1] for line in _text("/proc/self/maps").splitlines() if "libnvidia-ml" in line}
         more += [f"the library is {name}" for name in sorted(mapped)]
@@ -189,6 +189,12 @@ def _trouble(pynvml: Any, error: Any, root: str) -> Trouble:
         kind, more = "lost-in-container", [f"device files are there: {', '.join(nodes)}"]
         fix = ["in a container: its device rules were lost (a daemon reload does that): restart it", f"else: {dmesg}"]
     return Trouble(kind, cause, True, (f"NVML: {error}", *more), tuple(fix))
+
+
+def loaded_driver(root: str) -> str | None:
+    """The version of the kernel's NVIDIA driver, the closed or the open one."""
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _text(root, "proc/driver/nvidia/version"))
+    return found[1] if found else None
 
 
 def _text(*path: str) -> str:
