@@ -120,12 +120,12 @@ def test_a_full_disk_keeps_the_earlier_one_and_the_training(tmp_path, capsys):
         for update in updates:
             seen.append(update.number)
             if update.number == 3:  # that of update 2 is written or in work
-                run._landed(wait=True)
+                run.saving.landed(wait=True)
                 with contextlib.suppress(OSError), open(filler, "wb") as file:
                     while True:
                         file.write(b"\0" * 4096)
             if update.number == 5:
-                run._landed(wait=True)
+                run.saving.landed(wait=True)
                 filler.unlink()
         run.close()
         assert seen == list(range(12))

@@ -71,9 +71,9 @@ class Sums:
 class Epoch:
     """One epoch: iterate it for its updates; then it holds their means.
 
-    number: from 0. updates, rows, skipped: how many so far. seconds: from the first update to the last. loss and
-    metrics are exact means over all rows (or tokens) of the epoch so far, over all ranks; reading them waits for the
-    device and never communicates.
+    number: from 0. updates: how many so far. seconds: from the first update to the last. loss and metrics are exact
+    means over all rows (or tokens) of the epoch so far, over all ranks; reading them waits for the device and never
+    communicates.
     """
 
     def __init__(self, number: int, updates: Iterator[Update], sums: Sums) -> None:

@@ -1,28 +1,29 @@
-"""Evaluation: every row exactly once on any world size, exact ratios, and no trace left behind."""
+"""`evaluate` and `predict`: every row exactly once on any world size, in dataset order, and no trace left behind."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
 from evener.batch import aligned
-from evener.config import Config
 from evener.data import Cursor, is_stream, make_feed, source_of
 from evener.dist import comm
-from evener.engine import Engine
 from evener.engine.cut import Cut
 from evener.engine.join import Join
 from evener.engine.mean import Mean, total_of
 from evener.engine.oom import figures, free, is_oom
+from evener.engine.precision import refuse_autocast
 from evener.engine.randomness import Randomness
-from evener.engine.shards import Shards
+from evener.engine.setup import check_model
 from evener.errors import DataError, EvenerError, LossError, MemoryLimitError, UsageError
-from evener.run.predict import checked, in_dataset_order, raise_told, told
+
+if TYPE_CHECKING:
+    from evener.run.run import Run
 
 MetricFn = Callable[..., Any]
 
@@ -56,64 +57,62 @@ def no_trace(model: torch.nn.Module, randomness: Randomness) -> Iterator[None]:
 
 
 class Walk:
-    """Every row of a dataset once, in dataset order, over all ranks: this rank's contiguous shares, without a trace.
+    """Every row of `data` once, in dataset order, over all ranks: this rank's contiguous shares, without a trace.
 
     Args:
-        module: Holds everything that must not change.
-        batch_size: Rows at once on one rank.
-        training: The dataset that the run trains on.
-        beat: Called for every chunk.
+        model: In place of the run's; nothing of it is changed.
+        batch_size: Rows at once on one rank; None: the training's largest piece, at least 64.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        config: Config,
-        module: torch.nn.Module,
-        data: Any,
-        *,
-        batch_size: int,
-        training: Any,
-        shards: Shards | None,
-        beat: Callable[[], None],
-    ) -> None:
+    def __init__(self, run: Run, data: Any, model: torch.nn.Module | None, batch_size: int | None) -> None:
+        engine, config, self.group, self.device = run.engine, run.config, run.group, run.device
+        refuse_autocast(run.device)
+        if model is not None and model is not run.ema:
+            check_model(model, trained=False)
+        engine.meet()
+        if batch_size is None:
+            pieces = engine.cut.pieces(config.global_batch_size)
+            batch_size = max([64, *(stop - start for start, stop in pieces)])
+        elif isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            allowed = "a whole number of rows, at least 1"
+            raise UsageError(f"batch_size={batch_size!r}: {allowed}.", fix=["batch_size=256"])
         # A stream is read by every rank, and each keeps its chunks.
         source, workers = source_of(data, "split" if is_stream(data) else None), config.num_workers
-        if source.stream and source.dataset is training and _moves(training):
-            raise UsageError(
-                f"the run trains on this very {type(training).__name__}: iterating it here would move it on.",
-                fix=["give a second object of the same stream"],
-            )
-        if source.stream and workers != "auto":
-            workers = min(1, workers)  # the run's number is for the rows of its dataset
-        self.beat = beat
-        self.module, self.rows, self.randomness, self.exact = module, source.rows, engine.randomness, config.exact
-        self.group, self.batch_size = engine.group, batch_size
-        self.device, self.stream = engine.device, source.stream
+        if source.stream:
+            moves = any(hasattr(source.dataset, name) for name in ("state_dict", "set_epoch", "__next__"))
+            if moves and source.dataset is run.feed.source.dataset:
+                name = type(source.dataset).__name__
+                what = f"the run trains on this very {name}: iterating it here would move it on."
+                raise UsageError(what, fix=["give a second object of the same stream"])
+            workers = workers if workers == "auto" else min(1, workers)  # the number is for the rows of the dataset
+        self.given = run.model if model is None else model
+        self.module = engine.model if model is None else model
+        self.rows, self.stream, self.batch_size, self.beat = source.rows, source.stream, batch_size, run._beat
+        self.randomness, self.exact = engine.randomness, config.exact
         self.autocast = engine.autocast if engine.autocast is not None else contextlib.nullcontext
-        rank, world_size = self.group.rank, self.group.world_size
         # Fixed chunks, whoever computes one: in exact mode its values do not depend on the world size.
-        cut = Cut(rank, world_size, None, batch_size)
-        self.shards, self.join = shards, Join(cut, None, engine.device) if shards is not None else None
+        cut = Cut(run.rank, run.world_size, None, batch_size)
+        self.shards = engine.shards_of(model)
+        self.join = Join(cut, None, run.device) if self.shards is not None else None
         self.feed = make_feed(
             source,
             stream="split",
             order=None if source.stream else "sequential",
-            global_batch_size=batch_size * world_size,
+            global_batch_size=batch_size * run.world_size,
             drop_last=False,
-            rank=rank,
-            world_size=world_size,
+            rank=run.rank,
+            world_size=run.world_size,
             cut=cut.pieces,
-            device=engine.device,
+            device=run.device,
             seed=config.seed,
-            local_world_size=self.group.place.local_world_size,
+            local_world_size=run.group.place.local_world_size,
             collate_fn=config.collate_fn,
             num_workers=workers,
         )
 
-    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(*args), with the model's parameters at hand."""
-        return self.shards.call(fn, *args) if self.shards is not None else fn(*args)
+    def call(self, fn: Callable[..., Any], batch: Any) -> Any:
+        """fn(model, batch), with the model's parameters at hand."""
+        return self.shards.call(fn, self.given, batch) if self.shards is not None else fn(self.given, batch)
 
     def pieces(self) -> Generator[tuple[int, Any, int], None, None]:
         """(first row in the dataset, batch, rows); the caller computes inside autocast and without gradients.
@@ -124,8 +123,8 @@ class Walk:
             with no_trace(self.module, self.randomness):
                 for portion in self.feed.portions(Cursor(), epochs=1):
                     self.beat()
-                    self.rows = portion.cursor.offset + portion.rows
                     first = portion.cursor.offset
+                    self.rows = first + portion.rows
                     parts = [(first + piece.start, piece.rows, piece.batch) for piece in portion.pieces]
                     for at, rows, batch in self.join.fill(parts, portion.rows) if self.join is not None else parts:
                         self.randomness.begin_piece(-1, at // self.batch_size)
@@ -168,42 +167,31 @@ class Walk:
         many = f"{rows} row{'s' if rows > 1 else ''}"
         where = f" on rank {self.group.rank}" if self.group.world_size > 1 else ""
         less = [f"batch_size={rows // 2} in {what}: fewer rows at once, the same answer"] if rows > 1 else []
-        return MemoryLimitError(
-            f"Out of memory in {what} of {many} at once{where}.",
-            evidence=[words, *figures(self.device), "the training is as it was: nothing of it was changed"],
-            fix=[*less, "shorter rows, or a smaller model; evener.memory() says who holds memory"],
-        )
+        evidence = [words, *figures(self.device), "the training is as it was: nothing of it was changed"]
+        fix = [*less, "shorter rows, or a smaller model; evener.memory() says who holds memory"]
+        return MemoryLimitError(f"Out of memory in {what} of {many} at once{where}.", evidence=evidence, fix=fix)
 
 
-def _moves(stream: Any) -> bool:
-    """Whether iterating a stream changes the object itself, for another iteration that is under way."""
-    return any(hasattr(stream, name) for name in ("state_dict", "set_epoch", "__next__"))
-
-
-def evaluate(walk: Walk, model: Any, metric_fn: MetricFn) -> tuple[dict[str, float], int]:
+def evaluate(walk: Walk, metric_fn: MetricFn) -> tuple[dict[str, float], int]:
     """Means by name over all rows, and how many rows. Collective; communicates once, at the end."""
-    chunks: list[int] = []
+    chunks: list[tuple[int, list[str]]] = []  # where each begins, and the names of its means
     values: list[Any] = []  # total, count, total, ... of every chunk's means, on the device until the end
-    names: list[list[str]] = []
 
     def use(at: int, batch: Any, rows: int) -> None:
-        means = as_means(walk.call(metric_fn, model, batch), rows)
+        means = as_means(walk.call(metric_fn, batch), rows)
         if at >= 0:
-            chunks.append(at)
-            names.append(list(means))
+            chunks.append((at, list(means)))
             for mean in means.values():
                 values.extend([total_of(mean.form, mean.value, mean.count), mean.count])
 
     problem = walk.each("evaluate", use)
     read = iter(_read(values) if problem is None else ())
-    found = zip(chunks, names) if problem is None else ()
-    mine = [[at, {name: [next(read), next(read)] for name in of}] for at, of in found]
+    mine = [[at, {name: [next(read), next(read)] for name in of}] for at, of in (chunks if problem is None else ())]
     with walk.group.call("evaluate"):
-        answers: list[list[Any]] = comm.all_gather([told(problem), mine])
-    raise_told(problem, [said for said, _ in answers])
-    every = [one for _, one in answers]
+        answers: list[list[Any]] = comm.all_gather([_told(problem), mine])
+    _raise_told(problem, [said for said, _ in answers])
     sums: dict[str, list[float]] = {}
-    for _, pairs in sorted((one for ranks in every for one in ranks), key=lambda one: one[0]):
+    for _, pairs in sorted((one for _, ranks in answers for one in ranks), key=lambda one: one[0]):
         for name, (total, count) in pairs.items():
             before = sums.get(name, (0.0, 0.0))
             sums[name] = [before[0] + total, before[1] + count]
@@ -211,18 +199,62 @@ def evaluate(walk: Walk, model: Any, metric_fn: MetricFn) -> tuple[dict[str, flo
     return {name: sums[name][0] / sums[name][1] if sums[name][1] else float("nan") for name in ordered}, walk.rows
 
 
-def predict(walk: Walk, model: Any, fn: Callable[..., Any]) -> torch.Tensor:
-    """fn's values for every row, in dataset order, on every rank and on the CPU. Collective."""
-    outputs: list[tuple[int, int, torch.Tensor]] = []
+def predict(walk: Walk, fn: Callable[..., Any]) -> torch.Tensor:
+    """fn's values for every row, in dataset order, on every rank and on the CPU. Collective.
+
+    Raises:
+        DataError, MemoryLimitError: on all ranks: a problem of any rank, or shapes that differ.
+    """
+    spans: list[tuple[int, int]] = []
+    outputs: list[torch.Tensor] = []
 
     def use(at: int, batch: Any, rows: int) -> None:
-        values = checked(walk.call(fn, model, batch), rows)
+        values = walk.call(fn, batch)
+        if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != rows:
+            got = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
+            fix = ["return a tensor whose first dimension is the rows"]
+            raise DataError(f"fn returned {got} for a batch of {rows} rows.", fix=fix)
         if at >= 0:
-            outputs.append((at, at + rows, values))
+            spans.append((at, at + rows))
+            outputs.append(values.detach().cpu())
 
     problem = walk.each("predict", use)
+    kinds = sorted({(tuple(values.shape[1:]), str(values.dtype).removeprefix("torch.")) for values in outputs})
     with walk.group.call("predict"):
-        return in_dataset_order(outputs, walk.rows, problem)
+        every: list[dict[str, Any]] = comm.all_gather({"spans": spans, "kinds": kinds, "problem": _told(problem)})
+        _raise_told(problem, [one["problem"] for one in every])
+        found = sorted({(tuple(shape), dtype) for one in every for shape, dtype in one["kinds"]})
+        if len(found) > 1:
+            evidence = [f"{dtype} of shape {shape} for a row" for shape, dtype in found[:8]]
+            fix = ["return one value of the same shape and dtype for every row (pad sequences)"]
+            raise DataError("fn returned tensors of different shapes or dtypes.", evidence=evidence, fix=fix)
+        ((shape, dtype),) = found
+        longest = max(sum(stop - start for start, stop in one["spans"]) for one in every)
+        padded = torch.zeros(longest, *shape, dtype=getattr(torch, dtype))
+        if outputs:
+            torch.cat(outputs, out=padded[: sum(map(len, outputs))])
+        result = padded.new_empty(walk.rows, *shape)
+        for one, values in zip(every, comm.all_gather(padded)):
+            at = 0
+            for start, stop in one["spans"]:
+                result[start:stop] = values[at : at + stop - start]
+                at += stop - start
+        return result
+
+
+def _told(problem: EvenerError | None) -> list[Any] | None:
+    """What went wrong on this rank, for the others."""
+    if problem is None:
+        return None
+    return [isinstance(problem, MemoryLimitError), problem.cause, list(problem.evidence), list(problem.fix)]
+
+
+def _raise_told(problem: EvenerError | None, every: Sequence[list[Any] | None]) -> None:
+    """Raise this rank's problem, else the first of another's, of `_told` on all ranks."""
+    if problem is not None:
+        raise problem
+    for memory, cause, evidence, fix in filter(None, every):
+        raise (MemoryLimitError if memory else DataError)(cause, evidence=evidence, fix=fix)
 
 
 def as_means(output: Any, rows: int) -> Mapping[str, Mean]:
@@ -236,16 +268,12 @@ def as_means(output: Any, rows: int) -> Mapping[str, Mean]:
     elif isinstance(loss, Mean):
         means["loss"] = loss
     elif loss is not None:
-        raise LossError(
-            f"metric_fn returned a {type(loss).__name__}; it returns what a loss_fn does, or {{name: Mean}}.",
-            fix=['return {"accuracy": evener.Mean(total=hits, count=len(y))}'],
-        )
+        what = f"metric_fn returned a {type(loss).__name__}; it returns what a loss_fn does, or {{name: Mean}}."
+        raise LossError(what, fix=['return {"accuracy": evener.Mean(total=hits, count=len(y))}'])
     for name, mean in metrics.items():
         if not isinstance(mean, Mean):
-            raise LossError(
-                f"metric {name!r} is a {type(mean).__name__}; a metric says what it is the mean of.",
-                fix=[f"{{{name!r}: evener.Mean(total=..., count=...)}}"],
-            )
+            what = f"metric {name!r} is a {type(mean).__name__}; a metric says what it is the mean of."
+            raise LossError(what, fix=[f"{{{name!r}: evener.Mean(total=..., count=...)}}"])
         means[name] = mean
     return means
 

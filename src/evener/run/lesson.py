@@ -13,7 +13,7 @@ from typing import Any
 from evener.config import Config
 from evener.errors import EvenerError, LessonError, MemoryLimitError
 from evener.report.folder import script_name, write_json
-from evener.run.resume import FINISHED
+from evener.run.resume import FINISHED, siblings
 
 FILE = "lesson.json"
 
@@ -32,10 +32,8 @@ def learn(error: LessonError, config: Config, folder: Path, update: int) -> Even
 
 def lesson_of(config: Config) -> tuple[Mapping[str, Any], list[str]]:
     """(keywords, lines to show) of the newest run of this name, where it is not finished. Reads this machine's disk."""
-    path = newest = Path(config.dir).expanduser() if config.dir is not None else Path("runs") / script_name()
-    number = 2
-    while path.name and (following := path.with_name(f"{path.name}-{number}")).is_dir():
-        newest, number = following, number + 1
+    path = Path(config.dir).expanduser() if config.dir is not None else Path("runs") / script_name()
+    newest = siblings(path)[0] if path.name else path
     try:
         learnt = json.loads((newest / FILE).read_text(encoding="utf-8"))["microbatch_size"]
     except (OSError, ValueError, KeyError, TypeError):

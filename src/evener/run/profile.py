@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evener.errors import UsageError
-
 
 class Profile:
     """Traces the updates of one range on this rank, once. Recording makes these updates slower; it says by how much."""
 
-    def __init__(self, updates: Any, device: torch.device) -> None:
-        self.updates: range | None = None
-        if updates is not None:
-            if not isinstance(updates, range) or updates.step != 1 or updates.start < 0 or not len(updates):
-                raise UsageError(
-                    f"profile={updates!r} is not a range of updates.", fix=["profile=range(10, 15): updates 10 to 14"]
-                )
-            self.updates = updates
+    def __init__(self, updates: range | None, device: torch.device, say: Callable[[str], None]) -> None:
+        self.updates, self.say = updates, say
         self.activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             self.activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -31,10 +24,10 @@ class Profile:
         self.began = 0.0
         self.traced = 0
 
-    def at(self, update: int, folder: Path, rank: int) -> str | None:
-        """Called before every update. Returns a line to show when the trace is written."""
+    def at(self, update: int, folder: Path, rank: int) -> None:
+        """Called before every update."""
         if self.updates is None:
-            return None
+            return
         if update <= self.updates.start:
             now = time.perf_counter()
             # The fastest, not the last: the first updates import, compile and learn.
@@ -45,14 +38,13 @@ class Profile:
             self.profiler.__enter__()
             self.began = time.perf_counter()
         elif self.profiler is not None and update >= self.updates.stop:
-            return self.stop(folder, rank)
+            self.stop(folder, rank)
         self.traced += self.profiler is not None
-        return None
 
-    def stop(self, folder: Path, rank: int) -> str | None:
-        """Write the trace, if one is being recorded. Every rank writes its own."""
+    def stop(self, folder: Path, rank: int) -> None:
+        """Write the trace, if one is being recorded, and say so. Every rank writes its own."""
         if self.profiler is None:
-            return None
+            return
         seconds = (time.perf_counter() - self.began) / self.traced
         profiler, self.profiler, self.updates = self.profiler, None, None
         profiler.__exit__(None, None, None)
@@ -61,8 +53,9 @@ class Profile:
             folder.mkdir(parents=True, exist_ok=True)  # on another machine
             profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # a full disk does not end a training
-            return f"warning: the trace could not be written ({error})"
+            self.say(f"warning: the trace could not be written ({error})")
+            return
         cost = f", {1000 * seconds:.3g} ms each"
         if math.isfinite(self.before):
             cost += f" instead of {1000 * self.before:.3g} ms without"
-        return f"trace of {self.traced} update{'s' if self.traced > 1 else ''}: {path}{cost}"
+        self.say(f"trace of {self.traced} update{'s' if self.traced > 1 else ''}: {path}{cost}")

@@ -23,6 +23,17 @@ from evener.engine.setup import plain_name
 from evener.errors import UsageError
 
 ROWS = "dataset rows"  # the field of the identity that `accept_changed_data` lets go
+_SHARED = (
+    "global_batch_size",
+    "exact",
+    "drop_last",
+    "seed",
+    "schedule_by",
+    "max_grad_norm",
+    "ema",
+    "stream",
+    "batchnorm",
+)
 FINISHED = "finished"  # a file in the run directory: the loop came to its end and the run was closed
 
 
@@ -30,27 +41,19 @@ def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]
     """What two runs must share for one to continue the other, as JSON. World size, strategy, microbatch, worker count
     and everything about output are free.
     """
-    about: dict[str, Any] = {
-        "global_batch_size": config.global_batch_size,
+    about: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
+    about |= {
         "slice_size": engine.cut.slice_size,
-        "exact": config.exact,
         "coupled": engine.batch.coupled,
         "order": config.order if isinstance(config.order, str | None) else "a function",
-        "drop_last": config.drop_last,
-        "seed": config.seed,
         "precision": engine.precision.name,
-        "schedule_by": config.schedule_by,
-        "max_grad_norm": config.max_grad_norm,
-        "ema": config.ema,
         ROWS: rows,  # None for a stream
-        "stream": config.stream,
-        "batchnorm": config.batchnorm,
         "prepare": config.prepare is not None,
         "parameters": {plain_name(name): _look(one) for name, one in engine.model.named_parameters()},
         "buffers": {plain_name(name): _look(one) for name, one in engine.model.named_buffers()},
     }
-    lossy: dict[str, Any] = {"saved_activations": config.saved_activations == "int8" and "int8"}
-    lossy |= {"gradient_compression": config.gradient_compression, "sync_every": config.sync_every}
+    lossy = {"saved_activations": config.saved_activations == "int8" and "int8"}
+    lossy |= {name: getattr(config, name) for name in ("gradient_compression", "sync_every")}
     about |= {name: value for name, value in lossy.items() if value}
     for name, target in engine.targets.items():
         prefix = f"optimizer {name}".strip()
@@ -95,9 +98,8 @@ def changed_code(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = [f"layer {line}" for line in layers[:4]] + [f"... and {len(layers) - 4} more layers"] * (len(layers) > 4)
     if then.get("script") and now["script"] and then["script"] != now["script"]:
         lines.append("the script has changed")
-    return (
-        ["changed since the checkpoint, and continued all the same:", *(f"  {line}" for line in lines)] if lines else []
-    )
+    head = "changed since the checkpoint, and continued all the same:"
+    return [head, *(f"  {line}" for line in lines)] if lines else []
 
 
 def with_other_data(states: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -171,46 +173,32 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     lines = []
     for key in {**then, **now}:
         before, after = then.get(key), now.get(key)
-        if (
-            key in ("parameters", "buffers")
-            and isinstance(before, Mapping)
-            and isinstance(after, Mapping)
-            and before != after
-        ):
+        if before == after:
+            continue
+        if key in ("parameters", "buffers") and isinstance(before, Mapping) and isinstance(after, Mapping):
+            one = key.removesuffix("s")
             names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-            lines += [
-                f"{key.removesuffix('s')} {name}: {before.get(name)}, now {after.get(name)}" for name in names[:4]
-            ]
-            if len(names) > 4:
-                lines.append(f"... and {len(names) - 4} more {key}")
-        elif before != after:
+            lines += [f"{one} {name}: {before.get(name)}, now {after.get(name)}" for name in names[:4]]
+            lines += [f"... and {len(names) - 4} more {key}"] if len(names) > 4 else []
+        else:
             lines.append(f"{key}: {before!r}, now {after!r}")
     return lines
 
 
 def siblings(wanted: Path) -> list[Path]:
     """`digits`, `digits-2`, ... as far as they exist, newest first."""
-    found = [wanted] if (wanted / "checkpoints").is_dir() else []
-    number = 2
-    while (path := wanted.with_name(f"{wanted.name}-{number}")).is_dir():
-        if (path / "checkpoints").is_dir():
-            found.append(path)
-        number += 1
+    found = [wanted]
+    while (path := wanted.with_name(f"{wanted.name}-{len(found) + 1}")).is_dir():
+        found.append(path)
     return found[::-1]
 
 
+def with_checkpoints(wanted: Path) -> list[Path]:
+    return [path for path in siblings(wanted) if (path / "checkpoints").is_dir()]
+
+
 def refuse(why: str, lines: list[str]) -> UsageError:
-    only_rows = any(line.strip().startswith(ROWS) for line in lines)
-    return UsageError(
-        why,
-        evidence=lines,
-        fix=[
-            'resume="auto" starts a new directory where nothing fits',
-            "or give dir= of the run to continue",
-            *(
-                ["accept_changed_data=True (evener run --accept-changed-data): its order begins anew"]
-                if only_rows
-                else []
-            ),
-        ],
-    )
+    fix = ['resume="auto" starts a new directory where nothing fits', "or give dir= of the run to continue"]
+    if any(line.strip().startswith(ROWS) for line in lines):
+        fix.append("accept_changed_data=True (evener run --accept-changed-data): its order begins anew")
+    return UsageError(why, evidence=lines, fix=fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import time
@@ -17,29 +18,16 @@ from typing import Any, Unpack
 
 import torch
 
-from evener import batch as batches
 from evener.checkpoint.weights import export as export_weights
-from evener.checkpoint.weights import load_weights, read_for
-from evener.config import Config, ConfigFile, RunKeywords
+from evener.config import Config, ConfigFile, RunKeywords, keyword_groups
 from evener.data import Cursor, Portion, make_feed, source_of
 from evener.dist import Group, comm, here
 from evener.dist import device as devices
-from evener.dist.blank import materialise
-from evener.dist.mix import mix
 from evener.engine import Engine, Update
-from evener.engine.divergence import refuse_divergence
 from evener.engine.engine import Models, Optimizers
 from evener.engine.join import Part
-from evener.engine.precision import refuse_autocast
-from evener.engine.setup import by_name, check_function, check_model
-from evener.errors import (
-    CheckpointError,
-    DataError,
-    LessonError,
-    ModelError,
-    UsageError,
-    show_errors_without_traceback,
-)
+from evener.engine.setup import check_function, check_model
+from evener.errors import LessonError, UsageError, show_errors_without_traceback
 from evener.measure.flops import FlopCounter, uncountable
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
@@ -51,6 +39,7 @@ from evener.run.lesson import learn, lesson_of
 from evener.run.output import Output
 from evener.run.phases import phases_of
 from evener.run.predicted import compare
+from evener.run.prepare import Preparing
 from evener.run.profile import Profile
 from evener.run.resume import FINISHED, code_of, identity, mark_from, marks_of
 from evener.run.saving import Saving
@@ -58,9 +47,12 @@ from evener.run.silent import cpu_beside_gpus, strays
 from evener.run.stop import Stopped, stop_signals
 from evener.run.trial import Watch
 from evener.run.uncaught import explain_uncaught
+from evener.run.values import give_values
 from evener.run.words import circumstances, contract_of, in_words, schedule_lines
 
-_PREPARE = 3  # a stream of randomness of its own, apart from the model's
+_OF_ENGINE = [name for name in inspect.signature(Engine).parameters if name in keyword_groups()]
+_OF_FEED = ["global_batch_size", "order", "drop_last", "collate_fn", "num_workers", "stream", "on_bad_sample", "seed"]
+_OF_FEED += ["exact"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,37 +141,30 @@ class Run:
         self._closed = True  # until it is open
         self._output: Output | None = None
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
-        weight_notes, fill = self._give_values(model)
-        self.engine = self._engine(model, optimizer, loss_fn, fill)
+        weight_notes, fill = give_values(model, config, self.device, self.world_size)
+        how: dict[str, Any] = {name: getattr(config, name) for name in _OF_ENGINE}
+        # prepare sees a whole slice (mixup couples its rows), so slices must be whole.
+        how["coupled"] = True if config.prepare is not None and config.coupled is None else config.coupled
+        how |= {"device": self.device, "group": self.group, "fill": fill, "report": self._report}
+        self.engine = Engine(model, optimizer, loss_fn, **how)
         self._phases = phases_of(self.device)
         if self._phases is not None:
             self.engine.lap = self._phases.lap
+        self._prepared = Preparing(config, self.engine, source.collate_fn)
         self.feed = make_feed(
             source,
-            stream=config.stream,
-            order=config.order,
-            global_batch_size=config.global_batch_size,
-            drop_last=config.drop_last,
+            **{name: getattr(config, name) for name in _OF_FEED},
             rank=self.group.rank,
             world_size=self.group.world_size,
             local_world_size=self.group.place.local_world_size,
             cut=self.engine.cut.pieces,
             device=self.device,
-            seed=config.seed,
-            num_workers=config.num_workers,
-            collate_fn=config.collate_fn,
-            on_bad_sample=config.on_bad_sample,
             lap=self._phases.lap if self._phases is not None else None,
-            inspect=self._look_for_ignored_labels,
+            inspect=self._prepared.look,
             say=self._say,
-            exact=config.exact,
         )
-        custom = (config.collate_fn or source.collate_fn, config.prepare)
-        self._makers = [what for what, given in zip(("collate_fn", "prepare"), custom) if given is not None]
         self.feed.updates_in(0)  # an epoch without any update is refused here, not later
-        self.profile = Profile(config.profile, self.device)
-        self._blocked = 0.0  # seconds that the checkpoint begun last kept the training waiting
-        self._not_saved: CheckpointError | None = None  # why the newest checkpoint is not on the disk
+        self.profile = Profile(config.profile, self.device, lambda line: self._out.console.say(line))
         about = identity(config, self.engine, None if source.stream else source.rows)
         self.saving = Saving(config, self.engine, about, code_of(self.engine.model))
         silent = [cpu_beside_gpus(self.device, plan is not None and plan.device == "cpu")]
@@ -194,83 +179,6 @@ class Run:
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def _engine(
-        self,
-        model: Models,
-        optimizer: Optimizers,
-        loss_fn: Callable[..., Any] | None,
-        fill: Callable[[Any], None] | None,
-    ) -> Engine:
-        config = self.config
-        return Engine(
-            model,
-            optimizer,
-            loss_fn,
-            device=self.device,
-            precision=config.precision,
-            strategy=config.strategy,
-            global_batch_size=config.global_batch_size,
-            microbatch_size=config.microbatch_size,
-            slice_size=config.slice_size,
-            exact=config.exact,
-            # prepare sees a whole slice (mixup couples its rows), so slices must be whole.
-            coupled=True if config.prepare is not None and config.coupled is None else config.coupled,
-            seed=config.seed,
-            scheduler=config.scheduler,
-            schedule_by=config.schedule_by,
-            max_grad_norm=config.max_grad_norm,
-            before_step=config.before_step,
-            on_nonfinite=config.on_nonfinite,
-            scaler=config.scaler,
-            batchnorm=config.batchnorm,
-            ema=config.ema,
-            compile=config.compile,
-            split=config.split,
-            loss_is=config.loss_is,
-            device_ids=config.device_ids,
-            output_device=config.output_device,
-            scatter=config.scatter,
-            fsdp=config.fsdp,
-            activation_checkpointing=config.activation_checkpointing,
-            saved_activations=config.saved_activations,
-            gradient_compression=config.gradient_compression,
-            sync_every=config.sync_every,
-            fill=fill,
-            group=self.group,
-            report=self._report,
-        )
-
-    def _give_values(self, model: Models) -> tuple[list[str], Callable[[Any], None] | None]:
-        """Weights from a file, and storage for a blank model. Returns lines to show, and under fsdp what gives a blank
-        model its values once it is sharded: no rank ever holds the whole of it.
-        """
-        models = by_name("model", model)
-        tensors = [
-            t for m in models.values() if isinstance(m, torch.nn.Module) for t in (*m.parameters(), *m.buffers())
-        ]
-        sharded = self.config.strategy in ("fsdp", "hsdp") and self.world_size > 1
-        later = sharded and any(tensor.is_meta for tensor in tensors)
-        if self.config.weights is not None:
-            if len(models) > 1:
-                raise UsageError("weights= is for one model.", fix=["evener.load(dir, g=generator, d=discriminator)"])
-            one = next(iter(models.values()))
-            saved = one.state_dict() if isinstance(one, torch.nn.Module) else {}
-            adrift = [n for n, b in one.named_buffers() if b.is_meta and n not in saved] if saved else []
-            if adrift:
-                raise ModelError(
-                    f"{len(adrift)} buffers of a model built without storage are in no file of weights.",
-                    evidence=[f"persistent=False: {', '.join(adrift[:8])}"],
-                    fix=["make them in the forward, or register them with persistent=True"],
-                )
-            if not later:
-                return load_weights(one, self.config.weights, device=self.device), None
-            whole, notes = read_for(one, self.config.weights)
-            return notes, lambda shards: shards.load_state_dict(whole)
-        for one in models.values() if not later else ():
-            if isinstance(one, torch.nn.Module) and any(t.is_meta for t in (*one.parameters(), *one.buffers())):
-                materialise(one, self.device, self.config.seed)
-        return [], None
-
     def _begin(self, source_notes: Sequence[str]) -> None:
         """Choose the directory (continue one, or start a new one), open it on rank 0, and say what was decided."""
         config = self.config
@@ -280,11 +188,11 @@ class Run:
         reached = newest_update(path) if path is not None and self.is_main else None
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
-        self.saving.open(self.path)
+        self.saving.open(self.path, self._output)
         ranks = {"rank": self.rank, "world_size": self.world_size, "num_workers": self.feed.num_workers}
         self._output.pulse.phases = self._phases
         self._output.pulse.open(self.path, self.device, **ranks)
-        folder, say = self._output.folder, self._output.console.say
+        folder = self._output.folder
         folder.write_config(config.as_json())
         versions = {"evener": _version(), "torch": torch.__version__}
         world = self.group.world_size
@@ -305,21 +213,17 @@ class Run:
             notes.append(f"this run goes to {self.path}")
         rows = self.feed.length(0)
         if rows is not None and rows < config.global_batch_size:
-            notes.append(
-                f"an epoch has {rows} rows, less than the global batch of {config.global_batch_size}: one update"
-            )
+            less = f"less than the global batch of {config.global_batch_size}: one update"
+            notes.append(f"an epoch has {rows} rows, {less}")
         for note in (*notes, *source_notes, *self.engine.notes):
-            say(f"  {note}")
-            folder.event("warning", text=note)
+            self._say(note)
         for event in self._before:
             self._report(*event)
         if saved is not None:
             self._restore(saved)
             redone = 0 if reached is None else max(0, reached + 1 - self.number)
-            say(
-                f"  continues {self.path} after {self.number} updates"
-                + (f" ({self.number + redone} were made)" if redone else "")
-            )
+            more = f" ({self.number + redone} were made)" if redone else ""
+            self._output.console.say(f"  continues {self.path} after {self.number} updates{more}")
             folder.event("resume", update=self.number - 1, checkpoint=f"update-{self.number}", redone_updates=redone)
 
     # ------------------------------------------------------------------------------------------------ what it is
@@ -441,19 +345,12 @@ class Run:
             optimizer: Which one, where there are several: only its parameters receive gradients.
         """
         if not isinstance(batch, Batch):
-            raise UsageError(
-                f"step() takes a batch of run.batches(), not a {type(batch).__name__}.",
-                fix=[
-                    "for batch in run.batches(epochs=10): run.step(batch, ...)",
-                    "evener.Engine takes batches of your own",
-                ],
-            )
+            fix = ["for batch in run.batches(epochs=10): run.step(batch, ...)", "evener.Engine takes your own batches"]
+            raise UsageError(f"step() takes a batch of run.batches(), not a {type(batch).__name__}.", fix=fix)
         portion = batch.portion
         waiting = [target.flags.pending[0].number for target in self.engine.targets.values() if target.flags.pending]
         self._portions = {number: self._portions[number] for number in waiting} | {self.number: portion}
-        line = self.profile.at(self.number, self.path, self.rank)
-        if line:
-            self._out.console.say(line)
+        self.profile.at(self.number, self.path, self.rank)
         counter = FlopCounter() if self.number == self._counts_at and not uncountable() else None
         try:
             with counter or contextlib.nullcontext():
@@ -587,9 +484,7 @@ class Run:
             if self._watch is not None:
                 self._watch.finish()
             self._loop_ended, self._error_before = True, _uncaught()
-            traced = self.profile.stop(self.path, self.rank)
-            if traced:
-                self._out.console.say(traced)
+            self.profile.stop(self.path, self.rank)
             if goes_on:
                 if self.config.save_every is not None:
                     self._save(self.number)
@@ -626,7 +521,7 @@ class Run:
         if self.is_main and self.saving.time_is_up():
             # Clocks differ between ranks: rank 0's decides, and the request travels with the next update.
             self.engine.asks_to_save = 1.0
-        self._landed()
+        self.saving.landed()
         if save or self.saving.is_due(self.number):
             self._save(self.number, behind=True)
 
@@ -637,46 +532,6 @@ class Run:
         self._out.folder.event("stop", update=self.number - 1, reason=reason)
         self._out.console.say(f"stopped after {self.number} updates ({reason}); start it again to continue")
         raise Stopped(reason)
-
-    def _prepared(self, given: Any, number: int, rows: int) -> Any:
-        batch = batches.aligned(given) if self.config.exact else given
-        if self.config.prepare is not None:
-            generator = torch.Generator(device=self.device)
-            generator.manual_seed(mix(self.config.seed, self.number, _PREPARE, number))
-            batch = self.config.prepare(batch, generator)
-        if self._makers:
-            self._count(given, batch, rows)
-        return batch
-
-    def _count(self, given: Any, batch: Any, rows: int) -> None:
-        """The user's collate_fn or prepare may not lose rows: they would count although nothing was learnt from them.
-
-        A batch of one row may be rows packed together, as long as the loss is not a mean over rows.
-        """
-        found = batches.counted(batch, rows, self.config.split)
-        if found is None or found >= rows or (found == 1 and not self.engine.rows_weigh):
-            return
-        before = batches.counted(given, rows, self.config.split)
-        lost_before = "collate_fn" in self._makers and before is not None and before < rows
-        who = "collate_fn" if lost_before else self._makers[-1]
-        raise DataError(
-            f"{who} was given {rows} rows and returned a batch of {found}.",
-            fix=[
-                "return a row for every row given",
-                'rows that cannot be read: on_bad_sample="skip" leaves them out, and they are counted right',
-                "a batch whose first dimension is not its rows: split=f(batch, start, stop)",
-            ],
-        )
-
-    def _look_for_ignored_labels(self, batch: Any) -> None:
-        if not self.engine.watches_labels or not isinstance(batch, Mapping):
-            return
-        labels = batch.get("labels")
-        # As an array: no operation that a profile or a sync counter would see.
-        if not isinstance(labels, torch.Tensor) or labels.dtype not in (torch.int64, torch.int32, torch.int16):
-            return
-        if (labels.numpy() == -100).any():
-            self.engine.note_ignored_labels()
 
     # ------------------------------------------------------------------------------------------------ between updates
 
@@ -699,13 +554,11 @@ class Run:
         """
         if metric_fn is not None:
             check_function("metric_fn", metric_fn, "metric_fn(model, batch)")
-        self._can_compute(model)
         if self._watch is not None and (known := self._watch.answer()) is not None:
             return known
         began = time.perf_counter()
         fn = metric_fn if metric_fn is not None else self._loss_fn()
-        walk = self._walk(model, dataset, batch_size)
-        means, rows = evaluate(walk, self.model if model is None else model, fn)
+        means, rows = evaluate(Walk(self, dataset, model, batch_size), fn)
         self._out.folder.event("evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=_since(began))
         self.log({f"evaluate/{name}": value for name, value in means.items()})
         if self._watch is not None:
@@ -725,37 +578,7 @@ class Run:
         Leaves no trace, as `evaluate`; `model=` as there.
         """
         check_function("fn", fn, "fn(model, batch)")
-        self._can_compute(model)
-        return predict(self._walk(model, dataset, batch_size), self.model if model is None else model, fn)
-
-    def _walk(self, model: torch.nn.Module | None, dataset: Any, batch_size: int | None) -> Walk:
-        self.engine.meet()
-        module, training = self.engine.model if model is None else model, self.feed.source.dataset
-        rows = self._rows_at_once(batch_size)
-        shards = self.engine.shards_of(model)
-        return Walk(
-            self.engine,
-            self.config,
-            module,
-            dataset,
-            batch_size=rows,
-            training=training,
-            shards=shards,
-            beat=self._beat,
-        )
-
-    def _can_compute(self, model: torch.nn.Module | None) -> None:
-        refuse_autocast(self.device)
-        if model is not None and model is not self.ema:
-            check_model(model, trained=False)
-
-    def _rows_at_once(self, batch_size: int | None) -> int:
-        if batch_size is None:
-            pieces = self.engine.cut.pieces(self.config.global_batch_size)
-            return max([64, *(stop - start for start, stop in pieces)])
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise UsageError(f"batch_size={batch_size!r}: a whole number of rows, at least 1.", fix=["batch_size=256"])
-        return batch_size
+        return predict(Walk(self, dataset, model, batch_size), fn)
 
     def register(self, name: str, thing: Any) -> None:
         """Save and restore an object with state_dict() and load_state_dict() together with the run.
@@ -774,7 +597,7 @@ class Run:
 
     def load(self, name: str) -> None:
         """Put everything back to the checkpoint saved under `name`, the data position included. Collective."""
-        self._landed(wait=True)
+        self.saving.landed(wait=True)
         with self.group.call("load"):
             self._restore(self.saving.read(name))
 
@@ -791,44 +614,13 @@ class Run:
             export_weights(whole or (self.engine.model if model is None else model), Path(path))
 
     def _save(self, name: str | int, *, behind: bool = False) -> None:
-        """Behind the training: only the copy of the state is waited for, and a disk that fails does not stop it."""
-        self._landed(wait=True)
-        self._not_saved = None  # this one speaks for itself
-        began = time.perf_counter()
         position = {
             "cursor": [self.cursor.epoch, self.cursor.offset],
             "stream": marks_of(self.cursor, self.config.stream, self.world_size),
             "batches": self._batches,
             "epoch": self._epoch_sums.state_dict(),
         }
-        with self.group.call("save" if isinstance(name, str) else "the loop's checkpoint"):
-            self.engine.meet()
-            refuse_divergence(self.engine.model, [target.optimizer for target in self.engine.targets.values()])
-            notes = self.saving.write(name, position, self.number, behind=behind)
-        blocked = _since(began)
-        if behind:
-            self._blocked = blocked
-        else:
-            assert self.saving.checkpoints is not None
-            self._saved(self.number, str(self.saving.checkpoints.path(name)), blocked, blocked, notes)
-
-    def _saved(self, number: int, path: str, seconds: float, blocked: float, notes: list[str]) -> None:
-        for note in notes:
-            self._out.console.say(note)
-        self._out.folder.event("checkpoint", update=number - 1, path=path, seconds=seconds, blocked_seconds=blocked)
-
-    def _landed(self, *, wait: bool = False) -> None:
-        """Say what became of a checkpoint behind the training. Rank 0 knows; nothing is communicated."""
-        landed = self.saving.landed(wait=wait)
-        if landed is None:
-            return
-        if landed.failed is None:
-            self._saved(landed.number, landed.path, round(landed.seconds, 3), self._blocked, landed.notes)
-            return
-        self._not_saved = landed.failed
-        line = f"no checkpoint of update {landed.number}: {landed.failed.cause} Training goes on; earlier ones stay."
-        self._out.console.say(f"  {line}")
-        self._out.folder.event("checkpoint_failed", update=landed.number - 1, text=line)
+        self.saving.write(name, position, self.number, behind=behind)
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         position = self.saving.restore(states)
@@ -840,9 +632,8 @@ class Run:
 
     def _loss_fn(self) -> MetricFn:
         if self.engine.loss_fn is None:
-            raise UsageError(
-                "evaluate needs a metric_fn: the run has no loss_fn of its own.", fix=["evaluate(data, fn)"]
-            )
+            what = "evaluate needs a metric_fn: the run has no loss_fn of its own."
+            raise UsageError(what, fix=["evaluate(data, fn)"])
         return self.engine.loss_fn
 
     def print(self, *values: object) -> None:
@@ -875,17 +666,15 @@ class Run:
         if (error := _uncaught()) is not None and error is not self._error_before:
             self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
         self.feed.close()
-        self._landed(wait=True)
+        self.saving.landed(wait=True)
         self._mark_finished()
-        line = self.profile.stop(self.path, self.rank)  # the loop was left inside of the range
-        if line:
-            self._out.console.say(line)
+        self.profile.stop(self.path, self.rank)  # the loop was left inside of the range
         try:
             self.engine.close()
         finally:
             self._out.close()
-        if self._not_saved is not None:
-            raise self._not_saved
+        if self.saving.failed is not None:
+            raise self.saving.failed
 
     def __del__(self) -> None:
         # Dropped without close(): memory, files and workers are given back. What the whole process shares (its group,
@@ -905,9 +694,8 @@ class Run:
             try:
                 (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
             except OSError as error:
-                self._say(
-                    f"{self.path} could not be marked as finished ({error.strerror}): a next run would continue it"
-                )
+                why = f"({error.strerror}): a next run would continue it"
+                self._say(f"{self.path} could not be marked as finished {why}")
 
     def _must_be_open(self) -> None:
         if self._closed:
@@ -920,7 +708,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._loop_ended, self._not_saved = False, None  # one error is enough
+            self._loop_ended, self.saving.failed = False, None  # one error is enough
         if error is not None and not isinstance(error, SystemExit):
             self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
         self.close()

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -19,10 +19,12 @@ from evener.config_checks import seconds_of
 from evener.dist import comm, here
 from evener.dist.device import hardware
 from evener.engine import Engine
+from evener.engine.divergence import refuse_divergence
 from evener.errors import CheckpointError, UsageError
 from evener.report.events import read_events
 from evener.report.folder import in_use
-from evener.run.resume import FINISHED, ROWS, changed_code, differences, refuse, siblings, with_other_data
+from evener.run.output import Output
+from evener.run.resume import FINISHED, ROWS, changed_code, differences, refuse, with_checkpoints, with_other_data
 
 
 def began(folder: Path) -> str | None:
@@ -32,16 +34,6 @@ def began(folder: Path) -> str | None:
         for event in read_events(folder / "events.jsonl"):
             job = event.get("job") if event.get("kind") == "start" else job
     return job
-
-
-class Landed(NamedTuple):
-    """The end of a write behind the training."""
-
-    number: int
-    path: str
-    seconds: float
-    notes: list[str]
-    failed: CheckpointError | None
 
 
 class Saving:
@@ -61,7 +53,8 @@ class Saving:
         self.every_seconds = seconds_of(every) if isinstance(every, str) else None
         self.saved_at = (0, time.monotonic())
         self.checkpoints: Checkpoints | None = None
-        self._begun = (0, 0.0)
+        self.failed: CheckpointError | None = None  # why the newest checkpoint is not on the disk
+        self._begun = (0, 0.0, 0.0)  # update, when, for how many seconds the training was kept waiting
 
     def find(
         self, wanted: Path, is_main: bool, restarted: str | None
@@ -76,20 +69,11 @@ class Saving:
         lines: list[str] = []
         if self.config.resume == "never":
             return None, None, lines
-        found: list[tuple[str, bool, str, bool]] = comm.broadcast(
-            [
-                (
-                    str(path),
-                    (path / FINISHED).exists(),
-                    in_use(path),
-                    restarted is not None and began(path) == restarted,
-                )
-                for path in siblings(wanted)
-            ]
-            if is_main
-            else None
-        )
-        for name, finished, used, ours in found:
+        there = [
+            (str(path), (path / FINISHED).exists(), in_use(path), restarted is not None and began(path) == restarted)
+            for path in (with_checkpoints(wanted) if is_main else ())
+        ]
+        for name, finished, used, ours in comm.broadcast(there):
             if used:
                 lines.append(f"{name} is in use: its Run was not closed, by {used}")
                 continue
@@ -97,11 +81,8 @@ class Saving:
             newest, notes = checkpoints.newest()
             lines += notes
             if newest is None and ours:
-                return (
-                    Path(name),
-                    None,
-                    [*lines, f"{name} was begun by this job and has no checkpoint yet (save_every= saves more often)"],
-                )
+                lines.append(f"{name} was begun by this job and has no checkpoint yet (save_every= saves more often)")
+                return Path(name), None, lines
             if newest is None:
                 continue
             states, about = checkpoints.load(newest)
@@ -116,9 +97,8 @@ class Saving:
                 if accepted:
                     self.other_data = True
                     epoch, then = placed["run"]["cursor"][0], about["identity"][ROWS]
-                    lines.append(
-                        f"{then} rows then, {accepted[ROWS]} now: accepted; their order begins with epoch {epoch}"
-                    )
+                    now = f"{accepted[ROWS]} now: accepted; their order begins with epoch {epoch}"
+                    lines.append(f"{then} rows then, {now}")
                 lines += changed_code(about.get("code", {}), self.code)
                 other = differences(about["fingerprint"], self._fingerprint())
                 if self.config.exact and other:
@@ -141,8 +121,9 @@ class Saving:
         """What exact mode's bits depend on. A resume elsewhere is close, and says so."""
         return {**self.engine.fingerprint(), "hardware": hardware(self.engine.device)}
 
-    def open(self, folder: Path) -> None:
+    def open(self, folder: Path, output: Output) -> None:
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=self.config.keep_checkpoints)
+        self.output = output
 
     def start(self, number: int) -> None:
         """A loop begins: periods count from here."""
@@ -162,56 +143,71 @@ class Saving:
 
     def register(self, name: str, thing: Any) -> None:
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise UsageError(
-                f"register({name!r}): a {type(thing).__name__} has no state_dict() and load_state_dict().",
-                fix=["run.state[name] = value keeps JSON values"],
-            )
+            what = f"register({name!r}): a {type(thing).__name__} has no state_dict() and load_state_dict()."
+            raise UsageError(what, fix=["run.state[name] = value keeps JSON values"])
         self.registered[name] = thing
         if name in self.waiting:
             thing.load_state_dict(self.waiting.pop(name))
 
-    def write(self, name: str | int, position: Mapping[str, Any], number: int, *, behind: bool) -> list[str]:
-        """Write it, or with `behind` begin to. Returns lines to show. The one before must have landed."""
+    def write(self, name: str | int, position: Mapping[str, Any], number: int, *, behind: bool = False) -> None:
+        """Write it and say so, or with `behind` begin to: then only the copy of the state is waited for, and a disk
+        that fails does not stop the training.
+        """
         assert self.checkpoints is not None
-        states = {
-            "engine": self.engine.state_dict(copy=False),  # written, or copied by `begin`, before this returns
-            "registered": {key: thing.state_dict() for key, thing in self.registered.items()} | self.waiting,
-            "random": {
-                # Between updates a user's own draws go on where they were. All ranks continue from rank 0's.
-                "python": random.getstate(),
-                "numpy": numpy.random.get_state(legacy=False),
-                "torch": self.engine.randomness.torch_states(),
-            },
-            "run": {**position, "state": self.state},
-        }
-        about = {
-            "update": number,
-            "identity": self.identity,
-            "code": self.code,
-            "fingerprint": self._fingerprint(),
-            "versions": {"torch": str(torch.__version__), "numpy": numpy.__version__, "evener": __version__},
-            "world_size": here().world_size,
-        }
-        if isinstance(name, int):
-            self.saved_at = (number, time.monotonic())
-        if behind and isinstance(name, int):
-            began = time.monotonic()
-            self.checkpoints.begin(name, states, about)
-            self._begun = (name, began)
-            return []
-        return self.checkpoints.save(name, states, about)
+        self.landed(wait=True)
+        self.failed, began = None, time.monotonic()  # this one speaks for itself
+        with self.engine.group.call("save" if isinstance(name, str) else "the loop's checkpoint"):
+            self.engine.meet()
+            refuse_divergence(self.engine.model, [target.optimizer for target in self.engine.targets.values()])
+            states = {
+                "engine": self.engine.state_dict(copy=False),  # written, or copied by `begin`, before this returns
+                "registered": {key: thing.state_dict() for key, thing in self.registered.items()} | self.waiting,
+                "random": {
+                    # Between updates a user's own draws go on where they were. All ranks continue from rank 0's.
+                    "python": random.getstate(),
+                    "numpy": numpy.random.get_state(legacy=False),
+                    "torch": self.engine.randomness.torch_states(),
+                },
+                "run": {**position, "state": self.state},
+            }
+            about = {
+                "update": number,
+                "identity": self.identity,
+                "code": self.code,
+                "fingerprint": self._fingerprint(),
+                "versions": {"torch": str(torch.__version__), "numpy": numpy.__version__, "evener": __version__},
+                "world_size": here().world_size,
+            }
+            if isinstance(name, int):
+                self.saved_at = (number, time.monotonic())
+            if behind:
+                self.checkpoints.begin(number, states, about)
+                self._begun = (number, began, time.monotonic() - began)
+                return
+            notes = self.checkpoints.save(name, states, about)
+        seconds = time.monotonic() - began
+        self._written(name, number, seconds, seconds, notes)
 
-    def landed(self, *, wait: bool) -> Landed | None:
-        """What became of the checkpoint that was begun; None when there is none, or (unless `wait`) not yet. Rank 0."""
-        if self.checkpoints is None:
-            return None
-        outcome = self.checkpoints.behind.outcome(wait=wait)
+    def landed(self, *, wait: bool = False) -> None:
+        """Say what became of the checkpoint behind the training, if it is known. Rank 0 knows; no communication."""
+        outcome = self.checkpoints.behind.outcome(wait=wait) if self.checkpoints is not None else None
         if outcome is None:
-            return None
-        number, began = self._begun
-        failed = outcome if isinstance(outcome, CheckpointError) else None
-        notes = [] if isinstance(outcome, CheckpointError) else outcome
-        return Landed(number, str(self.checkpoints.path(number)), time.monotonic() - began, notes, failed)
+            return
+        number, began, blocked = self._begun
+        if not isinstance(outcome, CheckpointError):
+            self._written(number, number, round(time.monotonic() - began, 3), blocked, outcome)
+            return
+        self.failed = outcome
+        line = f"no checkpoint of update {number}: {outcome.cause} Training goes on; earlier ones stay."
+        self.output.console.say(f"  {line}")
+        self.output.folder.event("checkpoint_failed", update=number - 1, text=line)
+
+    def _written(self, name: str | int, number: int, seconds: float, blocked: float, notes: list[str]) -> None:
+        assert self.checkpoints is not None
+        for note in notes:
+            self.output.console.say(note)
+        path = str(self.checkpoints.path(name))
+        self.output.folder.event("checkpoint", update=number - 1, path=path, seconds=seconds, blocked_seconds=blocked)
 
     def read(self, name: str) -> Mapping[str, Any]:
         assert self.checkpoints is not None

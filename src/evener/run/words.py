@@ -41,9 +41,7 @@ def contract_of(config: Config, engine: Engine, rows: int) -> str:
             microbatches=max(map(len, ranks)),
             microbatch_size=max(stop - start for pieces in ranks for start, stop in pieces),
             slice_size=engine.cut.slice_size,
-            precision=PrecisionWords(
-                compute=words["compute"], master=words["master"], reduce=words["reduce"], scaler=words["scaler"]
-            ),
+            precision=PrecisionWords(**{name: words[name] for name in ("compute", "master", "reduce", "scaler")}),
             strategy=engine.strategy,
             exact=config.exact,
             coupled=engine.batch.coupled,
