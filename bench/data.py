@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -34,38 +34,41 @@ def forever(loader: DataLoader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield from loader
 
 
-def run(quick: bool) -> list[Table]:
+@contextlib.contextmanager
+def contestants() -> Iterator[dict[str, Callable[[], object]]]:
+    """A loop over a Run, its step alone, and a DataLoader with that step."""
     import evener
     from evener.engine import Engine
 
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    dataset = TensorDataset(
-        torch.rand(ROWS, 784, generator=generator), torch.randint(0, 10, (ROWS,), generator=generator)
-    )
+    draw = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(torch.rand(ROWS, 784, generator=draw), torch.randint(0, 10, (ROWS,), generator=draw))
     fixed = Engine(*make(), loss_fn, device="cpu", precision="fp32")
     behind = Engine(*make(), loss_fn, device="cpu", precision="fp32")
     batch = dataset[:BATCH]
     batches = forever(DataLoader(dataset, BATCH, shuffle=True))
-
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = evener.Run(*make(), loss_fn, dataset, global_batch_size=BATCH, precision="fp32", dir=folder)
         updates = trainer.updates(updates=10**9)
-        contestants = {
+        yield {
             "Run.updates": lambda: next(updates),
             "compute only": lambda: fixed.step(batch),
             "DataLoader, then the same step": lambda: behind.step(next(batches)),
         }
-        # A round is a quarter of an epoch.
-        count, rounds = (100, 5) if quick else (ROWS // BATCH // 4, 16)
-        times = interleave(contestants, updates=count, rounds=rounds, warm_up=100, clock=cpu_clock)
         updates.close()
         trainer.close()
+
+
+def run(quick: bool) -> list[Table]:
+    # A round is a quarter of an epoch.
+    count, rounds = (100, 5) if quick else (ROWS // BATCH // 4, 16)
+    with contestants() as made:
+        times = interleave(made, updates=count, rounds=rounds, warm_up=100, clock=cpu_clock)
     table = Table(
         f"data: {ROWS} images of 28x28 in memory, MLP 784-512-512-10, batch {BATCH}, SGD fp32, one thread, CPU time",
         ["loop", "us per update", "images per second", "throughput / compute only"],
     )
-    for name in contestants:
+    for name in made:
         seconds = times.median(name)
         table.add(name, f"{1e6 * seconds:.0f}", f"{BATCH / seconds:.0f}", f"{times.ratio('compute only', name):.3f}")
     table.note(verdict("Run.updates / compute only", times.ratio("compute only", "Run.updates"), 0.95, at_least=True))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from bench.step import make, make_batch
 from bench.table import Table, verdict
-from bench.timing import interleave
+from bench.timing import error_of_median, interleave
 from evener.engine import Engine
 from evener.report.events import Events
 from evener.run.phases import HostPhases
@@ -65,9 +65,7 @@ def run(quick: bool) -> list[Table]:
         # One update each in turns: a difference this small drowns in what changes between longer blocks.
         times = interleave(pair, updates=1, rounds=rounds // (10 if quick else 1), warm_up=20)
         added, base = times.added("measured", "without"), times.median("without")
-        apart = sorted(a - b for a, b in zip(times.seconds["measured"], times.seconds["without"]))
-        quarters = apart[3 * len(apart) // 4] - apart[len(apart) // 4]
-        noise = 1.96 * 1.25 * quarters / 1.35 / len(apart) ** 0.5  # of a median
+        noise = 1.96 * error_of_median([a - b for a, b in zip(times.seconds["measured"], times.seconds["without"])])
         alone = (3 + 2 * pieces) * (_call(HostPhases().lap) - _call(bool))
         figures = (f"{base * 1e6:.0f}", f"{added * 1e6:+.2f}", f"{noise * 1e6:.2f}", f"{alone * 1e6:.2f}")
         table.add(name, *figures, f"{100 * alone / base:.2f} %")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Clock = Callable[[], float]
@@ -26,9 +26,19 @@ class Timings:
         """Median over rounds of name / other: below 1 where `name` is faster."""
         return statistics.median(a / b for a, b in zip(self.seconds[name], self.seconds[other]))
 
+    def noise(self, name: str, other: str) -> float:
+        """The standard error of that ratio's median, from the rounds themselves."""
+        return error_of_median([a / b for a, b in zip(self.seconds[name], self.seconds[other])])
+
     def added(self, name: str, other: str) -> float:
         """Median over rounds of name - other, in seconds per update."""
         return statistics.median(a - b for a, b in zip(self.seconds[name], self.seconds[other]))
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """From the distance of the quartiles, which a few odd rounds do not move."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.25 * (high - low) / 1.35 / len(values) ** 0.5
 
 
 def interleave(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 _SMALLEST, _LARGEST = 8, 40  # cells of the bar itself
+_WIDE, _NUMBERS = 60, 75  # columns from which there is room for a word; what counts, rates and time need beside it
 
 
 class Bar:
@@ -23,8 +24,6 @@ class Bar:
 
         self._stream = stream
         self._rich = Console(file=stream, markup=False, highlight=False, emoji=False)
-        self._columns = self._bar_cells = 0
-        self._head = ""
         self._line = ""
         self._drawn = False
         self._mid_line = False
@@ -78,33 +77,26 @@ class Bar:
         from rich.cells import cell_len, set_cell_size
 
         columns = columns_of(self._stream) - 1  # a full last column makes some terminals wrap
-        if columns != self._columns:
-            self._columns, self._bar_cells, self._head = columns, _LARGEST, "update "
+        start = f"update {counts}" if columns >= _WIDE else counts
+        # Its width follows from the terminal's alone: it does not jump with the numbers behind it.
+        cells = 0 if fraction is None else min(_LARGEST, max(_SMALLEST, columns - _NUMBERS))
         percent = "" if fraction is None else f" {int(100 * fraction):3d}%"
-        for head in dict.fromkeys((self._head, "")):  # the word goes before a number does
-            room = columns - cell_len(head + counts + percent) - (0 if fraction is None else 1 + _SMALLEST)
-            shown: list[str] = []
-            for part in [left, *parts] if left else parts:
-                if cell_len(part) + 3 <= room:
-                    room -= cell_len(part) + 3
-                    shown.append(part)
-            if len(shown) == len(parts) + bool(left):
-                break
-        self._head = head  # it stays short, rather than coming and going with the width of the numbers
-        if left and left in shown:
-            shown.append(shown.pop(0))  # the time comes first in need and last in place
+        room, shown = columns - cell_len(start + percent) - cells - 1, list[str]()
+        for part in [left, *parts] if left else parts:  # the time comes first in need and last in place
+            if cell_len(part) + 3 <= room:
+                room -= cell_len(part) + 3
+                shown.append(part)
+        shown = [*shown[1:], left] if left and left in shown else shown
         tail = percent + "".join(f" · {part}" for part in shown)
         if fraction is None or room < 0:
-            line = head + counts + tail
-            return line if cell_len(line) <= columns else set_cell_size(line, columns)
-        self._bar_cells = min(self._bar_cells, _SMALLEST + room)  # it only ever shrinks, for the same reason
-        return f"{head}{counts} {self._rendered(fraction)}{tail}"
+            return set_cell_size(start + tail, min(columns, cell_len(start + tail)))
+        return f"{start} {self._rendered(fraction, cells)}{tail}"
 
-    def _rendered(self, fraction: float) -> str:
+    def _rendered(self, fraction: float, cells: int) -> str:
         from rich.progress_bar import ProgressBar
 
         style = "cyan"
-        bar = ProgressBar(1.0, fraction, self._bar_cells, style="grey35", complete_style=style, finished_style=style)
+        bar = ProgressBar(1.0, fraction, cells, style="grey35", complete_style=style, finished_style=style)
         with self._rich.capture() as drawn:
             self._rich.print(bar, end="")
         return drawn.get()

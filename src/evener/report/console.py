@@ -28,12 +28,7 @@ _RATE_SECONDS = 30.0  # the time that is left follows from the pace of this much
 
 
 class Console:
-    """The lines and the bar of one run.
-
-    Args:
-        active: True on rank 0.
-        stream: Where to; None takes sys.stdout as it is now.
-    """
+    """The lines and the bar of one run; `active` on rank 0. `stream`: None takes sys.stdout as it is now."""
 
     def __init__(self, active: bool, stream: TextIO | None = None) -> None:
         self._stream: TextIO = sys.stdout if stream is None else stream
@@ -52,13 +47,13 @@ class Console:
         if self._draws:
             from rich.cells import cell_len
 
-            rows, columns = [""], columns_of(self._stream)
-            for part in clean(line).split(" · "):
-                joined = f"{rows[-1]} · {part}" if rows[-1] else part
-                if rows[-1] and cell_len(joined) > columns:
+            row, *parts = clean(line).split(" · ")
+            rows = [row]
+            for part in parts:
+                if cell_len(f"{rows[-1]} · {part}") > columns_of(self._stream):
                     rows.append(f"  · {part}")
                 else:
-                    rows[-1] = joined
+                    rows[-1] += f" · {part}"
             line = "\n".join(rows)
         self.say(line)
 
@@ -138,7 +133,9 @@ class Console:
         if not self._active:
             return
         try:
-            text = _encodable(text, getattr(self._stream, "encoding", None) or "utf-8")
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            if text.encode(encoding, "replace").decode(encoding) != text:  # an old locale shows other characters
+                text = text.replace("·", "|").encode(encoding, "replace").decode(encoding)
             if self._bar is not None:
                 self._bar.above(text, self._stream)
             else:
@@ -148,29 +145,19 @@ class Console:
             self._active = False
 
 
-def _encodable(text: str, encoding: str) -> str:
-    """`text` in what the stream can say: an old locale shows other characters rather than ending the run."""
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.replace("·", "|").encode(encoding, "replace").decode(encoding)
-    return text
-
-
 def _parts(fields: Fields) -> list[str]:
     values = fields() if callable(fields) else fields
     words = ((name, value() if callable(value) else value) for name, value in values.items())
-    return [_part(name, value) for name, value in words if value is not None]
+    return [clean(_part(name, value)) for name, value in words if value is not None]
 
 
 def _part(name: str, value: Any) -> str:
     try:
         number = value if isinstance(value, int) else float(value)
     except (TypeError, ValueError):
-        return clean(f"{name} {value}")
+        return f"{name} {value}"
     if name == "lr":
         return f"lr {format_lr(number)}"
     if name.endswith("_per_second"):
-        text = f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-        return clean(f"{text} {name.removesuffix('_per_second')}/s")
-    return clean(f"{name} {format_number(number)}")
+        return f"{number:{',.0f' if number >= 10 else '.2g'}} {name.removesuffix('_per_second')}/s"
+    return f"{name} {format_number(number)}"

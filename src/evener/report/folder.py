@@ -26,15 +26,11 @@ Say = Callable[[str], None]
 
 
 class RunFolder:
-    """The directory of one run. On ranks that are not `active` it is the same object and writes nothing.
+    """The directory of one run. On ranks that are not `active` (all but 0) the same object, which writes nothing.
 
-    Args:
-        dir: The directory, parents included, as given by the user; None makes `runs/<script>` or its next free
-            `runs/<script>-2`. A given directory that holds the events of an earlier run stays as it is: this run gets
-            the next free `<dir>-2`, and says so.
-        active: True on rank 0.
-        say: Prints one line for the user.
-        continues: The directory is that of a run which goes on: its files are appended to.
+    `dir`: as given by the user; None makes `runs/<script>` or its next free `runs/<script>-2`. A given one that holds
+    the events of an earlier run stays as it is: this run gets the next free `<dir>-2`, and `say` prints so.
+    `continues`: it is that of a run which goes on, and its files are appended to.
     """
 
     def __init__(
@@ -63,21 +59,19 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """config.json, whole or not at all. EvenerError when it cannot be written: this is still the start."""
-        if self.path is None:
-            return
-        try:
-            write_json(self.path / "config.json", config)
-        except OSError as error:
-            raise _cannot_start(self.path, error) from None
+        if self.path is not None:
+            try:
+                write_json(self.path / "config.json", config)
+            except OSError as error:
+                raise _cannot_start(self.path, error) from None
 
     def event(self, kind: str, *, update: int | None = None, rank: int = 0, **fields: Any) -> None:
         """One line of events.jsonl (see `events.KINDS`). A disk that refuses it is reported once, and counted."""
-        if self._events is None:
-            return
-        try:
-            self._events.write(kind, update=update, rank=rank, **fields)
-        except OSError as error:
-            self.failed("events.jsonl", error)
+        if self._events is not None:
+            try:
+                self._events.write(kind, update=update, rank=rank, **fields)
+            except OSError as error:
+                self.failed("events.jsonl", error)
 
     def failed(self, what: str, error: BaseException) -> None:
         """Count a failure of a writer; the first of each is said."""
@@ -101,12 +95,11 @@ class RunFolder:
 
 def script_name() -> str:
     """The name of the running script without `.py`; "notebook" and "run" where there is none."""
-    argument = Path(sys.argv[0] if sys.argv else "")
-    if argument.name.startswith(("ipykernel", "colab_kernel")) or "ipykernel" in argument.parts:
+    script = Path(sys.argv[0] if sys.argv else "")
+    if script.name.startswith(("ipykernel", "colab_kernel")) or "ipykernel" in script.parts:
         return "notebook"
-    if argument.name == "__main__.py":
-        return argument.absolute().parent.name or "run"
-    return "run" if argument.name in ("", "-c", "-m", "-") else argument.stem
+    stem = script.absolute().parent.name if script.name == "__main__.py" else script.stem
+    return "run" if script.name in ("", "-c", "-m", "-") else stem or "run"
 
 
 def write_json(path: Path, value: object) -> None:
@@ -197,9 +190,8 @@ def _named(path: Path) -> Path:
 def _claim(wanted: Path, fresh: bool) -> tuple[Path, int]:
     """Make `wanted`, or the first of its `-2`, `-3`, ... that no run has; return it and its lock.
 
-    A run owns the directory whose events.jsonl it created: the kernel lets one process create it, so that two runs
-    started in the same moment do not share a directory. One that is locked by nobody and without an event is what a
-    start left that was killed: it is taken. With `fresh`, a directory that was there is never used.
+    A run owns the directory whose events.jsonl it created: the kernel lets one process create it. One that is locked
+    by nobody and without an event is what a killed start left: it is taken. `fresh`: one that was there never is.
     """
     for number in itertools.count(1):
         path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")

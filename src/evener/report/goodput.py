@@ -40,8 +40,7 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput | None:
     """Of one run directory's events, in their order. None when it never started."""
     first = last = stopped = lost_since = None
     saved: dict[str, float] = {}  # when the state of a checkpoint was the newest
-    restarts = redone = 0
-    lost = paused = 0.0
+    restarts, redone, lost, paused = 0, 0, 0.0, 0.0
     asked = False  # the newest start follows a stop that was asked for
     for event in events:
         kind, now = event.get("kind"), _finite(event.get("t"), -1.0)

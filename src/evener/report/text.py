@@ -19,10 +19,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")  # undecodable bytes of a file name:
 
 
 def clean(text: object, *, lines: bool = False) -> str:
-    """`text` without anything that a terminal would act on. Line ends stay with `lines=True`, else they are spaces.
-
-    For everything that is not ours: names of parameters and files, texts of exceptions, values of metrics.
-    """
+    """Foreign `text` without anything that a terminal would act on. Line ends stay with `lines=True`, or are spaces."""
     plain = str(text)
     if plain.isprintable():
         return plain
@@ -69,10 +66,7 @@ def format_seconds(value: float) -> str:
     if seconds < 60:
         return f"{seconds} s"
     minutes, seconds = divmod(seconds, 60)
-    if minutes < 60:
-        return f"{minutes} min {seconds:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes:02d} min"
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours:02d} h"
+    hours, days = minutes // 60, minutes // 1440
+    if days:
+        return f"{days} d {hours % 24:02d} h"
+    return f"{hours} h {minutes % 60:02d} min" if hours else f"{minutes} min {seconds:02d} s"
