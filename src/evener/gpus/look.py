@@ -124,7 +124,7 @@ def size(count: int | None) -> str:
 def _probe(root: str) -> Snapshot:
     """NVML's answer, or nvidia-smi's where the library is not there."""
     if sys.platform == "darwin":
-        cause = "No NVIDIA GPU: this is a Mac. torch uses Apple's GPU as device mps, with one process."
+        cause = "No NVIDIA GPU: this is a Mac. torch uses its GPU as mps, with one process."
         return Snapshot(trouble=Trouble("no-gpu", cause, False, ("its memory is the machine's own",)))
     try:
         import pynvml  # type: ignore[import-untyped]

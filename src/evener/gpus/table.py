@@ -16,8 +16,9 @@ def render(snapshot: Snapshot, width: int | None = None, topology: bool = False)
     width = width or shutil.get_terminal_size((80, 24)).columns
     trouble, gpus, lines = snapshot.trouble, snapshot.gpus, list[str]()
     if trouble is not None:
-        lines += [trouble.cause, *(f"  {line}" for line in trouble.evidence)]
-        lines += [f"  {'fix: ' if i == 0 else '     '}{line}" for i, line in enumerate(trouble.fix)]
+        fix = [f"  {'fix: ' if i == 0 else '     '}{line}" for i, line in enumerate(trouble.fix)]
+        for text in (trouble.cause, *(f"  {line}" for line in trouble.evidence), *fix):
+            lines += textwrap.wrap(text, width, subsequent_indent=" " * 7, break_long_words=False)
     elif not gpus:
         lines.append("The driver answers, and shows no GPU.")
     else:
