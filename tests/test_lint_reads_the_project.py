@@ -239,3 +239,43 @@ def test_many_files_in_processes_give_what_one_process_gives(tmp_path):
         )
     one, two = lint([tmp_path]), lint([tmp_path], Options(processes=2))
     assert one == two and len(one.findings) == 80
+
+
+@pytest.mark.parametrize(
+    "before, turn, after, fires",
+    [
+        ("model.train()", "pass", "pass", True),
+        ("pass", "pass", "pass", True),
+        ("pass", "model.train()", "pass", False),
+        ("pass", "pass", "model.train(was)", False),
+        ("pass", "train(model)", "pass", True),
+        ("def train(model): model.train()", "train(model)", "pass", False),
+        ("teacher = model", "pass", "break", False),
+    ],
+)
+def test_a_model_that_never_goes_back_to_training_is_named(before, turn, after, fires):
+    code = f"""
+        import torch
+        model = Net()
+        {before}
+        for epoch in range(3):
+            {turn}
+            for x, y in loader:
+                f(model(x), y).backward()
+                optimizer.step()
+            model.eval()
+            score(model)
+            {after}
+    """
+    assert ("eval-without-train" in rules_in(code)) == fires
+
+
+def test_a_model_in_evaluation_mode_while_it_trains_may_be_meant_so():
+    code = """
+        import torch
+        model = Net()
+        for x, y in loader:
+            model.eval()
+            f(model(x), y).backward()
+    """
+    assert "eval-without-train" not in rules_in(code)

@@ -9,7 +9,7 @@ from evener.lint.edits import Edit, alone, replace, siblings, whole_lines
 from evener.lint.events import STEPS, Event, training_loops
 from evener.lint.file import File
 from evener.lint.rule import Hits, hit, rule
-from evener.lint.source import Context, Loop, last, literal, method
+from evener.lint.source import Context, Loop, last, leaves, literal, method
 
 
 def _per_batch(file: File, ctx: Context) -> bool:
@@ -58,6 +58,21 @@ def _swap(file: File, event: Event, step: Event) -> tuple[Edit, ...]:
     if not file.data[:behind].endswith((b"\n", b"\r")):
         return ()
     return Edit(start, end, ""), Edit(behind, behind, file.data[start:end].decode())
+
+
+@rule("error", "model.train() at the top of every turn, or behind the evaluation")
+def eval_without_train(file: File) -> Hits:
+    trains = [(call, file.segment(func.value)) for call, func in file.methods("train")]
+    for call, func in file.methods("eval"):
+        ctx, model = file.at(call), file.segment(func.value)
+        backs = [one for one in file.backwards if one.ctx.function is ctx.function and one.place < (call.lineno, 0)]
+        loop = next((one for one in ctx.loops if any(one in back.ctx.loops for back in backs)), None)
+        if loop is None or call.args or leaves(siblings(file, file.statement(call))):
+            continue
+        above = [one for one, text in trains if text == model and one.lineno < loop.lineno]
+        begins = file.values(func.value) if not trains else above  # a new module is in training mode
+        if begins and len(above) == len(trains) and all(file.function(one) is ctx.function for one in above):
+            yield hit(call, f"{model} never goes back to train(): after this it trains in evaluation mode")
 
 
 @rule("warning", "total += loss.detach()")
