@@ -200,6 +200,15 @@ def test_a_record_is_judged_elsewhere_as_it_was_here(capsys, tmp_path):
     assert "3 ranks with 2 data workers each" in next(one["found"] for one in here if one["check"] == "cpus")
 
 
+def test_a_fact_sheet_of_an_odd_form_is_one_clear_error(capsys, tmp_path):
+    sheet = tmp_path / "facts.json"
+    for text in ('{"interfaces": [{"name": "eth0"}]}', '{"locks": {}}', '{"torch": {"stage": "done"}}'):
+        sheet.write_text(text)
+        assert main(["doctor", "--from", str(sheet)]) == 2
+        told = capsys.readouterr()
+        assert told.out == "" and f"{sheet} has facts of an odd form." in told.err
+
+
 def test_the_page_shows_what_is_wrong_with_its_fix(capsys, monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert main(["doctor", "--only", "nccl-variables", "--only", "nvml-package"]) == 0

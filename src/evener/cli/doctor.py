@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from evener.cli.parser import Parser
+from evener.cli.parser import Parser, write
 from evener.cli.top import seconds
 from evener.errors import UsageError, nearest
 
@@ -31,6 +31,8 @@ examples:
 
 exit code: 1 when there is an error, else 0; 2 for a wrong option
 """
+
+_SHEET = "--from FILE, which `evener doctor --record FILE` wrote"
 
 
 def parser() -> Parser:
@@ -83,12 +85,14 @@ def main(argv: list[str]) -> int:
         names.append("torch-cuda")  # which says what became of the child
     facts = _recorded(given.recorded) if given.recorded else _look(given, torch=torch)
     if given.record:
-        try:
-            with open(given.record, "w", encoding="utf-8") as file:
-                file.write(facts.to_json() + "\n")
-        except OSError as error:
-            raise UsageError(f"{given.record} cannot be written: {error.strerror}.", fix=["--record FILE"]) from None
-    return _show(given, facts.hostname, doctor.examine(facts, [name for name in doctor.CHECKS if name in names]))
+        write(given.record, facts.to_json() + "\n", "--record")
+    try:
+        findings = doctor.examine(facts, [name for name in doctor.CHECKS if name in names])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if not given.recorded:
+            raise
+        raise UsageError(f"{given.recorded} has facts of an odd form.", evidence=[repr(error)], fix=[_SHEET]) from None
+    return _show(given, facts.hostname, findings)
 
 
 def _recorded(path: str) -> Facts:
@@ -98,7 +102,7 @@ def _recorded(path: str) -> Facts:
         with open(path, encoding="utf-8") as file:
             return Facts.from_json(file.read(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read.", evidence=[str(error)], fix=["--from FILE, of --record"]) from None
+        raise UsageError(f"{path} cannot be read.", evidence=[str(error)], fix=[_SHEET]) from None
 
 
 def _look(given: argparse.Namespace, *, torch: bool) -> Facts:

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import replace
 
-from evener.cli.parser import Parser
+from evener.cli.parser import Parser, write
 from evener.cli.top import seconds
 from evener.errors import EvenerError, ShortageError, UsageError
 from evener.gpus import leases, look, owners, pick, table, visible
@@ -119,11 +119,7 @@ def take(given: argparse.Namespace) -> Snapshot:
         found = look.look(os.environ, holder_of=folder.holder)
         found = replace(found, notes=(*found.notes, *(f"waits for GPUs: {who}" for who in folder.waiting())))
     if given.record:
-        try:
-            with open(given.record, "w", encoding="utf-8") as file:
-                file.write(json.dumps(to_json(found), indent=2) + "\n")
-        except OSError as error:
-            raise UsageError(f"--record: {given.record} cannot be written: {error.strerror}.") from None
+        write(given.record, json.dumps(to_json(found), indent=2) + "\n", "--record")
     return found
 
 

@@ -8,6 +8,15 @@ from typing import Any, NoReturn
 from evener.errors import UsageError
 
 
+def write(path: str, text: str, option: str) -> None:
+    """The file of an option such as --record. Raises UsageError where it cannot be written."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.", fix=[f"{option} FILE: elsewhere"]) from None
+
+
 class Parser(argparse.ArgumentParser):
     """Long texts are shown as they are written; an option is its whole name."""
 
