@@ -90,7 +90,7 @@ def test_export_writes_what_the_run_exports(run_dir, tmp_path, capsys, flags, sa
     [
         (["ls", "nowhere"], 2, "there is no directory nowhere"),
         (["ls", "."], 2, "holds no checkpoint"),
-        (["export", "RUN", "w.pt"], 2, "export writes safetensors, not 'w.pt'.\n  fix: w.safetensors"),
+        (["export", "RUN", "w.pt"], 2, "export() writes safetensors, not 'w.pt'.\n  fix: \"w.safetensors\""),
         (["export", "RUN", "w.safetensors", "--model", "g"], 2, "there is no model 'g'"),
     ],
 )

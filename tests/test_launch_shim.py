@@ -149,13 +149,6 @@ def test_an_error_of_evener_has_its_own_exit_code(shim):
     assert ran.code == 66 and "10 updates in a row" in ran.log and ran.ended["errors"][0]["type"] == "NonFiniteError"
 
 
-def test_torchs_own_error_file_is_written_too(shim, tmp_path):
-    path = tmp_path / "error.json"
-    shim("raise ValueError('for torch')", TORCHELASTIC_ERROR_FILE=str(path))
-    message = json.loads(path.read_text())["message"]
-    assert message["message"] == "ValueError: for torch" and message["extraInfo"]["timestamp"].isdecimal()
-
-
 def test_a_forked_child_that_fails_is_not_the_rank(shim):
     ran = shim("import os\nif os.fork() == 0:\n    raise ValueError('child')\nos.wait()\n")
     assert ran.code == 0 and ran.ended["how"] == "finished"

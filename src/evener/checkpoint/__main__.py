@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from evener.checkpoint import store
 from evener.checkpoint.manifest import MANIFEST, check, read_manifest
-from evener.checkpoint.weights import write_tensors
+from evener.checkpoint.weights import export as write_weights
 from evener.errors import CheckpointError, EvenerError, UsageError, nearest
 
 
@@ -21,53 +21,39 @@ def main(given: Mapping[str, Any]) -> int:
     """`given`: what the command line parsed (cli/checkpoint.py); the exit code."""
     args = argparse.Namespace(**{**given, "dir": Path(given["dir"])})
     try:
-        action: Callable[[argparse.Namespace], int] = {"ls": ls, "verify": verify, "export": export}[args.action]
-        return action(args)
+        return export(args) if args.action == "export" else show(args, every_byte=args.action == "verify")
     except EvenerError as error:
         print(f"evener: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def ls(args: argparse.Namespace) -> int:
+def show(args: argparse.Namespace, *, every_byte: bool) -> int:
+    """`ls`, or `verify`, which fails when one is not whole."""
     rows = [about(path) for path in found(args.dir)]
+    columns = {"name": "checkpoint", "update": "update", "bytes": "bytes", "torch": "torch", "problem": ""}
+    if every_byte:
+        columns = {"name": "checkpoint", "update": "update", "bytes": "bytes", "result": "every byte"}
+        for row in rows:
+            try:
+                check(Path(row["path"]))
+            except CheckpointError as error:
+                row["problem"] = error.cause
+            row["whole"] = row["problem"] is None
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
-        table(rows, {"name": "checkpoint", "update": "update", "bytes": "bytes", "torch": "torch", "problem": ""})
-    return 0
-
-
-def verify(args: argparse.Namespace) -> int:
-    rows = []
-    for path in found(args.dir):
-        row = about(path)
-        try:
-            check(path)
-        except CheckpointError as error:
-            row["problem"] = error.cause
-        row["whole"] = row["problem"] is None
-        rows.append(row)
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        shown = [{**row, "result": "whole" if row["whole"] else f"REFUSED: {row['problem']}"} for row in rows]
-        table(shown, {"name": "checkpoint", "update": "update", "bytes": "bytes", "result": "every byte"})
-    return 0 if all(row["whole"] for row in rows) else CheckpointError.exit_code
+        table([{**row, "result": f"REFUSED: {row['problem']}" if row["problem"] else "whole"} for row in rows], columns)
+    return CheckpointError.exit_code if every_byte and any(row["problem"] for row in rows) else 0
 
 
 def export(args: argparse.Namespace) -> int:
-    file = Path(args.file)
-    if file.suffix != ".safetensors":
-        raise UsageError(f"export writes safetensors, not {file.name!r}.", fix=[f"{file.stem}.safetensors"])
     path, states = newest_whole(args.dir)
     engine = states.get("engine")
     if not isinstance(engine, dict) or "model" not in engine:
         raise CheckpointError(f"{path} holds no model of a Run.", evidence=[f"it holds {', '.join(states)}"])
-    weights: Mapping[str, Any] = engine["model"]
-    if args.ema:
-        if engine["ema"] is None:
-            raise UsageError(f"{path} holds no average of the weights: the run had no ema=.")
-        weights = engine["ema"]
+    weights: Mapping[str, Any] = engine["ema" if args.ema else "model"]
+    if weights is None:
+        raise UsageError(f"{path} holds no average of the weights: the run had no ema=.")
     names = sorted(engine["targets"])
     if args.model is not None:
         weights = {k.removeprefix(f"{args.model}."): v for k, v in weights.items() if k.startswith(f"{args.model}.")}
@@ -75,9 +61,9 @@ def export(args: argparse.Namespace) -> int:
             close = nearest(args.model, names)
             raise UsageError(f"there is no model {args.model!r} in {path}.", fix=[f"--model {close}"] if close else [])
     tensors = {name: one for name, one in weights.items() if isinstance(one, torch.Tensor)}
-    write_tensors(tensors, file)
+    write_weights(tensors, args.file)
     total = sum(one.numel() for one in tensors.values())
-    print(f"{path}\n  -> {file}: {len(tensors)} tensors, {total:,} values")
+    print(f"{path}\n  -> {args.file}: {len(tensors)} tensors, {total:,} values")
     return 0
 
 
@@ -110,16 +96,17 @@ def newest_whole(path: Path) -> tuple[Path, dict[str, Any]]:
 
 def about(path: Path) -> dict[str, Any]:
     """One row; unknown is None."""
-    row: dict[str, Any] = {"name": path.name, "path": str(path), "update": None, "bytes": None, "torch": None}
-    row["problem"] = None
+    row = dict.fromkeys(("name", "path", "update", "bytes", "torch", "problem")) | {
+        "name": path.name,
+        "path": str(path),
+    }
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return {**row, "problem": error.cause}
     said = manifest["about"]
-    versions = said.get("versions") or {}
     size = sum(record.bytes for record in manifest["files"].values()) + (path / MANIFEST).stat().st_size
-    return {**row, "update": said.get("update"), "bytes": size, "torch": versions.get("torch")}
+    return {**row, "update": said.get("update"), "bytes": size, "torch": (said.get("versions") or {}).get("torch")}
 
 
 def table(rows: list[dict[str, Any]], columns: Mapping[str, str]) -> None:

@@ -19,14 +19,10 @@ _NUMBERED = re.compile(r"update-(0|[1-9][0-9]*)")
 
 
 class Checkpoints:
-    """A folder of checkpoints, written by rank 0 and read by every rank.
+    """A folder of checkpoints, written by rank 0 and read by every rank; `keep` numbered ones stay, and all named ones.
 
     Every method, the constructor included, is called on all ranks with the same arguments. What rank 0 did or why it
     failed is told to all (one broadcast of JSON; the others wait in it): they go on together or raise the same error.
-
-    Args:
-        folder: Made when it is missing. It has one writer at a time: the run that owns it.
-        keep: How many numbered checkpoints stay; named ones are never removed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int) -> None:
@@ -51,10 +47,8 @@ class Checkpoints:
     def save(self, which: int | str, states: Mapping[str, Any] | None, about: Mapping[str, Any]) -> list[str]:
         """Write one; then remove numbered ones beyond `keep`. Returns notes to show: what could not be removed.
 
-        Args:
-            which: The update's number, or a name; an existing one is replaced.
-            states: See `store.write`; only rank 0's are written, other ranks may pass None.
-            about: JSON values that tell what it is.
+        which: The update's number, or a name; an existing one is replaced.
+        states, about: See `store.write`; only rank 0's states are written, other ranks may pass None.
 
         Raises:
             CheckpointError: on all ranks; the checkpoints that were there are still there.
@@ -72,8 +66,7 @@ class Checkpoints:
 
         `behind.outcome` of rank 0 tells later whether it is on the disk: ask for it before the next `begin` or `save`.
 
-        Raises:
-            CheckpointError: on all ranks, for a state that cannot be held.
+        Raises CheckpointError on all ranks, for a state that cannot be held.
         """
         path = self.path(which)
 
@@ -113,11 +106,6 @@ class Checkpoints:
         """(states, about), read and checked by every rank from its own view of the disk; see `store.read`."""
         return on_all(lambda: store.read(path))
 
-    def names(self) -> list[str]:
-        """What is there, numbered ones first, newest first. Read from this rank's disk; no communication."""
-        numbered = [path.name for path in self._numbered()]
-        return numbered + sorted({path.name for path in self._directories()} - set(numbered))
-
     def _start(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,12 +114,9 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot hold checkpoints: {error.strerror or error}.") from error
 
-    def _directories(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
-
     def _numbered(self) -> list[Path]:
         """Newest first."""
-        found = [path for path in self._directories() if _NUMBERED.fullmatch(path.name)]
+        found = [path for path in self.folder.iterdir() if path.is_dir() and _NUMBERED.fullmatch(path.name)]
         return sorted(found, key=lambda path: -int(path.name.removeprefix("update-")))
 
     def _prune(self, written: int | str) -> list[str]:

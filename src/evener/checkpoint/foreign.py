@@ -110,10 +110,9 @@ def _unpickled(path: Path) -> Any:
 def _tensors_in(state: Any, path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Go down to the dict of tensors that a training script's checkpoint holds."""
     way: list[str] = []
-    while isinstance(state, dict) and not all(isinstance(value, torch.Tensor) for value in state.values()):
+    while isinstance(state, dict) and (odd := [str(k) for k, v in state.items() if not isinstance(v, torch.Tensor)]):
         inside = [key for key in _INSIDE if isinstance(state.get(key), dict)]
         if len(inside) != 1:
-            odd = [str(key) for key, value in state.items() if not isinstance(value, torch.Tensor)]
             raise CheckpointError(
                 f"{path} holds no state_dict where one is looked for ({', '.join(_INSIDE[:3])}).",
                 evidence=[f"{'.'.join(way) or 'at the top'}: {some(state)}", f"not tensors: {some(odd)}"],

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evener.checkpoint.problems import some
-from evener.checkpoint.tensors import Record, side_by_side
+from evener.checkpoint.tensors import Record, opened, side_by_side
 from evener.errors import CheckpointError
 
 FORMAT, VERSION = "evener checkpoint", 1
@@ -41,18 +43,19 @@ def check(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _open(path: Path) -> int:
-    """A descriptor of a regular file: no link is followed, and a pipe does not make us wait."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is torn, or none.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror} (links are not followed).") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path} is not a regular file.")
-    return descriptor
+@contextlib.contextmanager
+def _regular(path: Path) -> Iterator[io.BufferedReader]:
+    """A regular file, to be read: no link is followed, and a pipe does not make us wait."""
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = stack.enter_context(opened(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: the checkpoint is torn, or none.") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror} (links are not followed).") from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path} is not a regular file.")
+        yield stack.enter_context(open(descriptor, "rb", closefd=False))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at {path}.")
     where = path / MANIFEST
-    with open(_open(where), "rb") as file:
+    with _regular(where) as file:
         data = file.read()
     seal = _SEAL.match(data)
     if seal is None:
@@ -87,7 +90,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_file(path: Path, name: str, wanted: Record) -> None:
-    with open(_open(path / name), "rb") as file:
+    with _regular(path / name) as file:
         size = os.fstat(file.fileno()).st_size
         if size != wanted.bytes:
             raise CheckpointError(f"{path / name} has {size:,} bytes, the manifest says {wanted.bytes:,}.")

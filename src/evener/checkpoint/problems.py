@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -23,14 +24,12 @@ def unwritten(path: Path, error: OSError, needed: int) -> CheckpointError:
     reason = error.strerror or str(error)
     evidence = [f"{reason}: {error.filename}" if error.filename else reason]
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        try:
+        free = "an unknown number"
+        with contextlib.suppress(OSError):
             free = f"{shutil.disk_usage(path.parent).free:,}"
-        except OSError:
-            free = "unknown"
+        fix = "free some space, keep fewer checkpoints, or use another disk"
         cause = f"Disk full: {path} needs {needed:,} bytes, {free} are available."
-        return CheckpointError(
-            cause, evidence=evidence, fix=["free some space, keep fewer checkpoints, or use another disk"]
-        )
+        return CheckpointError(cause, evidence=evidence, fix=[fix])
     fix = "write to a directory that can be written to"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = f"write to a directory that user {os.getuid() if hasattr(os, 'getuid') else ''} may write to"

@@ -105,20 +105,21 @@ def misfit(wanted: Mapping[str, Any], given: Mapping[str, Any], what: str) -> Ch
     missing = [name for name in wanted if name not in given]
     extra = [name for name in given if name not in wanted]
     shapes = []
-    for name, target in wanted.items():
-        source = given.get(name)
-        if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
-            if source.shape != target.shape:
-                shapes.append(f"{name} is {tuple(source.shape)}, in the model {tuple(target.shape)}")
-            elif source.is_complex() and not target.is_complex():
-                shapes.append(f"{name} is complex, in the model real")
-    if not missing and not extra and not shapes:
+    for name in wanted.keys() & given.keys():
+        target, source = wanted[name], given[name]
+        if not isinstance(target, torch.Tensor) or not isinstance(source, torch.Tensor):
+            continue
+        if source.shape != target.shape:
+            shapes.append(f"{name} is {tuple(source.shape)}, in the model {tuple(target.shape)}")
+        elif source.is_complex() and not target.is_complex():
+            shapes.append(f"{name} is complex, in the model real")
+    kinds = {"missing": missing, "not in the model": extra, "of another shape": sorted(shapes)}
+    kinds = {kind: names for kind, names in kinds.items() if names}
+    if not kinds:
         return None
-    kinds = {"missing": missing, "not in the model": extra, "of another shape": shapes}
-    counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
     return CheckpointError(
-        f"{what} does not fit the model: {counts}.",
-        evidence=[f"{kind}: {some(names)}" for kind, names in kinds.items() if names],
+        f"{what} does not fit the model: {', '.join(f'{len(names)} {kind}' for kind, names in kinds.items())}.",
+        evidence=[f"{kind}: {some(names)}" for kind, names in kinds.items()],
         fix=["build the model that these weights are for; a part of a model is never loaded"],
     )
 
@@ -131,13 +132,9 @@ def _write(model: torch.nn.Module | Mapping[str, Any], path: Path) -> None:
             what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(f"{name} is {what}: a file of weights cannot hold it.")
         tensors[_plain(name)] = value
-    write_tensors(tensors, path)
-
-
-def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """One safetensors file; an earlier one is replaced by the whole new one or stays. Raises CheckpointError."""
+    size = sum(one.nbytes for one in tensors.values())
     # Tied weights are written under each of their names: strict loading asks for all of them.
-    names = [name for file in split(tensors, sum(one.nbytes for one in tensors.values())) for name in file]
+    names = [name for file in split(tensors, size) for name in file]
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +146,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         with contextlib.suppress(OSError):
             new.unlink()
         if isinstance(error, OSError):
-            raise unwritten(path, error, sum(one.nbytes for one in tensors.values())) from error
+            raise unwritten(path, error, size) from error
         raise
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.parser import Parser
@@ -24,80 +25,22 @@ if TYPE_CHECKING:
     from evener.launch.machine import Gpus
     from evener.launch.supervise import Ending
 
-DESCRIPTION = """\
-Take the idle GPUs of this machine (or those you say) under a lease, start SCRIPT once per GPU, as `python SCRIPT` would
-run it, and stay until all have ended. Without a GPU: one process on the CPU, or N with --nproc N.
-Any PyTorch script runs unchanged: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by torchrun.
-Rank 0 is shown here; every rank has a log file. When a rank fails, its error is named first, and the exit code is its.
-"""
-
-EXAMPLES = """\
-Everything after SCRIPT (or after -m MODULE) belongs to the script.
-
-examples:
-  evener run train.py --lr 0.1                      one process per idle GPU; one on the CPU if there is no GPU
-  evener run --gpus 2 --min-free 20GB train.py      two idle GPUs of one kind, the best connected
-  evener run --gpus 0,3 --wait=2h train.py          these two, when they are free, first come first served
-  evener run --gpus 4 --nproc 1 train.py            one process that sees four GPUs (nn.DataParallel)
-  evener run --nproc 2 --cpu train.py               two processes on the CPU
-  evener run --nproc 4 -m mypackage.train --lr 0.1  a module, as with `python -m`
-  evener run --set microbatch_size=8 train.py       override a keyword of the script's first evener.Run
-  evener run --plan plan.json train.py              as `evener plan --json` has chosen
-  evener run --restarts 5 train.py                  go on after a crash, from the last checkpoint
-  evener run --debug=single train.py                find a fault: slowly, on one process first
-  evener run --dry-run train.py                     print the command and the environment, start nothing
-"""
-
-
-_ONE_VALUE = {
-    "-m": ("MODULE", "run a module instead of a script file"),
-    "--gpus": ("WHICH", "auto (all idle ones of one kind; the default), 2, 0,3, or UUIDs; `3,` is GPU 3"),
-    "--min-free": ("SIZE", "only GPUs with so much free memory: 20GB, 20GiB"),
-    "--model": ("NAME", "only GPUs whose name has this in it: A100"),
-    "--lock-folder": ("DIR", "another folder of GPU leases than this machine's"),
-    "--nproc": ("N", "how many processes (default: one per GPU, or 1 without a GPU)"),
-    "--plan": ("FILE", "what `evener plan --json` chose: how many processes, and how the step is cut"),
-    "--hang-after": (
-        "TIME",
-        "when nothing was done for so long: name rank, phase and line, and end or restart the job",
-    ),
-    "--nodes": ("N", "several hosts, the same command on each; 2:3 is an elastic range (read under Slurm, Kubernetes)"),
-    "--head": ("HOST:PORT", "where the hosts meet, on one of them; this port and the next are used"),
-    "--node-rank": ("R", "this host's place; 0 is the head (default: by arrival)"),
-    "--trainjob": ("IMAGE", "print a Kubeflow TrainJob for this command; start nothing"),
-}
-_WITH_DEFAULT = {
-    "--log-dir": ("DIR", os.path.join("runs", "logs"), "logs go to DIR/<time>-<script>-<id>/"),
-    "--restarts": ("N", "0", "after a failure start again from the last checkpoint, N times at most (default: 0)"),
-    "--restart-wait": ("TIME", "1min", "the longest wait before a restart; it doubles from 1 s (default: 1min)"),
-    "--join-timeout": ("TIME", "5min", "how long to wait for the other hosts (default: 5min)"),
-}
-_SWITCHES = {
-    "--share": "also take GPUs that other processes use (never leased ones)",
-    "--no-lease": "take idle GPUs without a lease: others may take them too",
-    "--no-numa": "do not bind ranks to the CPUs near their GPU",
-    "--cpu": "run on the CPU and hide the GPUs from all processes",
-    "--accept-changed-data": "continue with another number of rows: their order begins with the next epoch",
-    "--requeue": "after a stop that was saved: scontrol requeue $SLURM_JOB_ID",
-    "--detach": "go on without this terminal; the output goes to a file",
-    "--sbatch": "print a Slurm script for this command (--nodes, --gpus); start nothing",
-    "--dry-run": "print what would be started, and start nothing",
-}
-
 
 def parser() -> Parser:
+    with open(os.path.join(os.path.dirname(__file__), "run.toml"), "rb") as file:
+        texts = tomllib.load(file)
     options = Parser(
         prog="evener run",
         usage="evener run [options] SCRIPT [ARGS ...]\n       evener run [options] -m MODULE [ARGS ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        description=texts["description"],
+        epilog=texts["examples"],
     )
     add = options.add_argument
-    for name, (value, text) in _ONE_VALUE.items():
+    for name, (value, text) in texts["value"].items():
         add(name, metavar=value, help=text, dest="module" if name == "-m" else None)
-    for name, (value, default, text) in _WITH_DEFAULT.items():
+    for name, (value, default, text) in texts["default"].items():
         add(name, metavar=value, default=default, help=text)
-    for name, text in _SWITCHES.items():
+    for name, text in texts["switch"].items():
         add(name, action="store_true", help=text)
     text = "wait for the GPUs; --wait=90, --wait=10min: so long at most"
     add("--wait", metavar="TIME", nargs="?", const="", help=text)
@@ -158,7 +101,7 @@ def main(argv: list[str]) -> int:
     if given.dry_run:
         show(launch_of(0, None if hosts is None else layout.sketch(hosts, nproc, run_id)), hosts)
         return 0
-    with lease if lease is not None else contextlib.nullcontext():
+    with contextlib.closing(lease) if lease is not None else contextlib.nullcontext():
         if hosts is not None:
             code = together(hosts, request, nproc, launch_of, run_id, given)
         else:
@@ -365,12 +308,10 @@ def take_gpus(given: argparse.Namespace, nproc: int | None, environ: Mapping[str
 def to_wish(given: argparse.Namespace, nproc: int | None) -> Wish:
     from evener.gpus import pick
 
-    wish = pick.parse(given.gpus or "auto")
-    if wish.count is None and not wish.words and nproc is not None and nproc > 0:
-        wish = dataclasses.replace(wish, count=nproc)
-    wait = given.wait
+    wish, wait = pick.parse(given.gpus or "auto"), given.wait
     return dataclasses.replace(
         wish,
+        count=nproc if wish.count is None and not wish.words and nproc and nproc > 0 else wish.count,
         min_free_bytes=pick.parse_size(given.min_free, "--min-free") if given.min_free else 0,
         model=given.model,
         share=given.share,
@@ -382,12 +323,11 @@ def to_wish(given: argparse.Namespace, nproc: int | None) -> Wish:
 def to_count(word: str) -> int:
     if re.fullmatch(r"[+-]?\d+", word):
         return int(word)
-    fix = ["--nproc N, a whole number of processes"]
-    if word in ("gpu", "auto"):
-        fix = ["leave --nproc out: one process per GPU is the default"]
-    elif word == "cpu":
-        fix = ["--cpu --nproc N: N processes on the CPU"]
-    raise UsageError(f"--nproc {word} is not a number.", fix=fix)
+    auto = "leave --nproc out: one process per GPU is the default"
+    fixes = {"gpu": auto, "auto": auto, "cpu": "--cpu --nproc N: N processes on the CPU"}
+    raise UsageError(
+        f"--nproc {word} is not a number.", fix=[fixes.get(word, "--nproc N, a whole number of processes")]
+    )
 
 
 def to_seconds(given: argparse.Namespace, name: str, least: float = 0.0) -> float:
@@ -425,13 +365,12 @@ def check_script(path: str) -> None:
     folder, name = os.path.split(path)
     if folder and not os.path.isdir(folder):
         raise UsageError(f"There is no script {path}.", evidence=[f"there is no folder {folder} either"])
-    scripts = sorted(one for one in os.listdir(folder or ".") if one.endswith(".py"))
-    stem = name.removesuffix(".py")  # the ending alone makes any two scripts alike
-    close = nearest(stem, [one.removesuffix(".py") for one in scripts])
+    scripts = sorted(one.removesuffix(".py") for one in os.listdir(folder or ".") if one.endswith(".py"))
+    close = nearest(name.removesuffix(".py"), scripts)  # the ending alone makes any two scripts alike
     fix = [f"evener run {os.path.join(folder, close)}.py"] if close else []
     if re.fullmatch(r"\d+\w*", path):
         fix.append(f"--wait={path} is written with an equals sign, if it is a time")
     if re.fullmatch(r"\w+(\.\w+)+", path) and not path.endswith(".py"):
         fix.append(f"evener run -m {path}, if it is a module")
-    shown = f"{', '.join(scripts[:8])}{', ...' if len(scripts) > 8 else ''}"
-    raise UsageError(f"There is no script {path}.", fix=fix or [f"in that folder: {shown or 'no .py file'}"])
+    shown = ", ".join([*(f"{one}.py" for one in scripts[:8]), *["..."] * (len(scripts) > 8)]) or "no .py file"
+    raise UsageError(f"There is no script {path}.", fix=fix or [f"in that folder: {shown}"])

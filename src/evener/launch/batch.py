@@ -13,41 +13,10 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from importlib import resources
 
 from evener.errors import UsageError
 from evener.launch.console import say
-
-SBATCH = """\
-#!/bin/bash
-# Submit it with: sbatch FILE. Add what your cluster wants: --partition, --account, --time, --cpus-per-task.
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --signal=USR1@120
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output=%x-%j.out
-
-# USR1 comes 120 s before the time limit, to all processes: the ranks save, and the job goes back into the queue.
-srun --kill-on-bad-exit=0 {command}
-"""
-
-TRAINJOB = """\
-# Submit it with: kubectl create -f FILE. Checkpoints need a volume that all pods see: add it under runtimePatches.
-apiVersion: trainer.kubeflow.org/v1alpha1
-kind: TrainJob
-metadata:
-  generateName: {name}-
-spec:
-  runtimeRef:
-    apiGroup: trainer.kubeflow.org
-    kind: ClusterTrainingRuntime
-    name: torch-distributed
-  trainer:
-    image: {image}
-    numNodes: {nodes}
-    command: {command}
-{gpus}"""
 
 # Said by the batch system, or about this terminal: not for the command inside of the job.
 _VALUES = ("--nodes", "--head", "--node-rank", "--gpus", "--trainjob", "--wait")
@@ -75,10 +44,17 @@ def text(given: argparse.Namespace, own: Sequence[str], target: Sequence[str]) -
     if given.sbatch:
         words.insert(2, "--requeue")
         line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
-        return SBATCH.format(name=name, nodes=nodes, gpus=line, command=shlex.join(words))
+        return _template("sbatch.sh").format(name=name, nodes=nodes, gpus=line, command=shlex.join(words))
     limits = f'    resourcesPerNode:\n      limits:\n        nvidia.com/gpu: "{gpus}"\n' if gpus else ""
     image = json.dumps(given.trainjob)  # a JSON string is a YAML one
-    return TRAINJOB.format(name=name, image=image, nodes=nodes, command=json.dumps(words), gpus=limits)
+    filled = _template("trainjob.yaml").format(
+        name=name, image=image, nodes=nodes, command=json.dumps(words), gpus=limits
+    )
+    return filled.rstrip("\n") + "\n"
+
+
+def _template(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def check_requeue(environ: Mapping[str, str]) -> None:

@@ -71,30 +71,21 @@ class Command:
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything that was decided; `supervise` carries it out.
-
-    Attributes:
-        private: A folder of mode 0700 that lives as long as the job: plan, stores, console pipes.
-        logs: The folder of this job's logs, absolute.
-        notes: Lines for the user about what was chosen for them.
-        cpus: The CPUs of every rank, where ranks are bound.
-        leased: Descriptors that hold the lease of the GPUs; the agent gets them too.
-        first_rank: The lowest rank on this host.
-    """
+    """Everything that was decided; `supervise` carries it out."""
 
     run_id: str
     nproc: int
     tee: str
-    private: str
-    logs: str
+    private: str  # a folder of mode 0700 that lives as long as the job: plan, stores, console pipes
+    logs: str  # the folder of this job's logs, absolute
     plan: LaunchPlan
     command: Command
-    notes: tuple[str, ...] = ()
-    cpus: tuple[tuple[int, ...], ...] = ()
-    leased: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()  # for the user, about what was chosen for them
+    cpus: tuple[tuple[int, ...], ...] = ()  # of every rank, where ranks are bound
+    leased: tuple[int, ...] = ()  # descriptors that hold the lease of the GPUs; the agent gets them too
     debug: bool = False
     hang_after: float | None = None
-    first_rank: int = 0
+    first_rank: int = 0  # the lowest on this host
 
 
 def shim_path() -> str:

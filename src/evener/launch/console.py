@@ -28,33 +28,33 @@ class Channel:
 
     def __init__(self, descriptor: int, folder: str) -> None:
         self.descriptor = descriptor
-        self.terminal = False
         self.path = os.path.join(folder, f"console{descriptor}")
-        self.kept = -1  # the other end stays open here, so that reading never sees an end of file
+        self.kept = -1  # a terminal's other end stays open here, so that reading never sees an end of file
         if os.isatty(descriptor):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # no /dev/pts here: a pipe will do
                 self._open_terminal()
+        self.terminal = self.kept >= 0
         if not self.terminal:
             os.mkfifo(self.path, 0o600)
             self.source = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
+        self.copy_window_size()
 
     def _open_terminal(self) -> None:
         import termios
 
-        self.source, self.kept = os.openpty()
+        source, kept = os.openpty()
         try:
-            self.path = os.ttyname(self.kept)
-        except OSError:  # no /dev/pts here: a pipe will do
-            os.close(self.source)
-            os.close(self.kept)
+            self.path = os.ttyname(kept)
+        except OSError:
+            os.close(source)
+            os.close(kept)
             raise
+        self.source, self.kept = source, kept
         # No output processing in the inner terminal: the outer one does it, and the log gets the bytes as written.
-        modes = termios.tcgetattr(self.kept)
+        modes = termios.tcgetattr(kept)
         modes[1] &= ~termios.OPOST
-        termios.tcsetattr(self.kept, termios.TCSANOW, modes)
-        os.set_blocking(self.source, False)
-        self.terminal = True
-        self.copy_window_size()
+        termios.tcsetattr(kept, termios.TCSANOW, modes)
+        os.set_blocking(source, False)
 
     def copy_window_size(self) -> None:
         if self.terminal:

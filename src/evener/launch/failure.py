@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from evener.errors import LaunchError
-from evener.launch.processes import signal_name
 from evener.launch.records import Line, Raised, RankEnd
 
 # What an exception looks like when somebody else is to blame: the peer is gone, or did not come in time.
@@ -45,7 +44,7 @@ STATES = {
     "D": "it was waiting in the kernel: a disk, a network file system or a driver that does not answer",
 }
 
-_SIGNAL_HINTS = {
+_SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel's out-of-memory killer: `dmesg | tail` says so, then use fewer data workers or "
     "smaller batches; otherwise somebody's kill",
     signal.SIGSEGV: "a crash in native code: the end of the rank's log has the Python stack",
@@ -135,45 +134,38 @@ def _shell_code(code: int | None) -> int:
 
 def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
     """The failure as text, in reading order: cause, place, the other ranks, logs."""
-    cause, raised = failure.cause, failure.raised
-    evidence: list[str] = []
+    cause, raised, code = failure.cause, failure.raised, failure.cause.code
+    text, evidence = f"rank {cause.rank} left with exit code {code}", list[str]()
     if failure.absent and raised is not None:
-        where = users_frame(cause.stack)
         text = f"rank {cause.rank} did not come, and the others waited for it until their time was over"
-        if where is not None:
-            evidence.append(f"rank {cause.rank} was {line_text(where, cwd)}")
-        if cause.state in STATES:
-            evidence.append(STATES[cause.state or ""])
-        if raised.where is not None:
-            evidence.append(f"it was waited for {line_text(raised.where, cwd)}")
+        where = users_frame(cause.stack)
+        evidence += [f"rank {cause.rank} was {line_text(where, cwd)}"] if where is not None else []
+        evidence += [STATES[cause.state]] if cause.state in STATES else []
+        evidence += [f"it was waited for {line_text(raised.where, cwd)}"] if raised.where is not None else []
     elif raised is not None:
         kind = raised.type if raised.module in ("builtins", "__main__") else f"{raised.module}.{raised.type}"
-        text = f"rank {cause.rank} failed: {clean(f'{kind}: {raised.message}' if raised.message else kind)}"
         if cause.how == "exit":
-            text = f"rank {cause.rank} left with exit code {cause.code}: {clean(raised.message)}"
-        if raised.where is not None:
-            evidence.append(line_text(raised.where, cwd))
-    elif cause.code is not None and cause.code < 0:
-        text = f"rank {cause.rank} was killed by {signal_name(-cause.code)} ({-cause.code})"
-        hint = _SIGNAL_HINTS.get(signal.Signals(-cause.code)) if -cause.code in set(signal.Signals) else None
+            text += f": {clean(raised.message)}"
+        else:
+            text = f"rank {cause.rank} failed: {clean(f'{kind}: {raised.message}' if raised.message else kind)}"
+        evidence += [line_text(raised.where, cwd)] if raised.where is not None else []
+    elif code is not None and code < 0:
+        text = f"rank {cause.rank} was killed by {signal_name(-code)} ({-code})"
+        hint = _SIGNAL_HINTS.get(-code)
         if cause.how == "finished":
             hint = "after its script had finished, while the interpreter was shutting down"
-        if hint:
-            evidence.append(hint)
+        evidence += [hint] if hint else []
     elif cause.how is None:
-        text = f"rank {cause.rank} left with exit code {cause.code} in the middle of the script"
+        text += " in the middle of the script"
         evidence.append("no exception reached the end of the script: os._exit(), or native code that calls exit()")
-    else:
-        text = f"rank {cause.rank} left with exit code {cause.code}"
     groups: dict[str, list[int]] = {}
     for end in failure.others:
         groups.setdefault(_how(end), []).append(end.rank)
     evidence += [f"{ranks_text(ranks)} {how}" for how, ranks in groups.items()]
     if raised is not None and _WAITED.search(f"{raised.type}: {raised.message}"):
         evidence += different_calls({end.rank: end.call for end in (cause, *failure.others)})
-    folder = relative(logs, cwd)
-    evidence.append(f"logs: {os.path.join(folder, f'rank{cause.rank}.log')} (every rank's, and agent.log, are there)")
-    return LaunchError(text, evidence=evidence)
+    log = os.path.join(relative(logs, cwd), f"rank{cause.rank}.log")
+    return LaunchError(text, evidence=[*evidence, f"logs: {log} (every rank's, and agent.log, are there)"])
 
 
 def different_calls(calls: Mapping[int, str]) -> list[str]:
@@ -199,6 +191,13 @@ def _how(end: RankEnd) -> str:
     if end.code is not None:
         return f"left with exit code {end.code}"
     return "was stopped by the launcher"
+
+
+def signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

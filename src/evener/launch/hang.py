@@ -59,7 +59,7 @@ class Hang:
         ranks: Process id by rank.
         """
         now = time.monotonic()
-        if now < self.looked + min(1.0, self.seconds / 20):
+        if now < self.looked + min(5.0, self.seconds / 20):
             return False
         self.looked = now
         seen = {entry.name: _stat(entry.path)[1] for entry in _entries(self.beats)}

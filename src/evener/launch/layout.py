@@ -14,6 +14,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from evener.errors import UsageError
 
@@ -45,8 +46,7 @@ class Layout:
     nproc: int | None = None
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One start, as one host sees it. Ranks of this host begin at `first_rank`; `port` is for torch's store."""
 
     name: str  # what the others call this host
@@ -81,39 +81,29 @@ def read(
         if most and host:
             return Layout(least, most, host, port or PORT, rank)
         if most or head is not None or node_rank is not None:
+            one_host = "--head and --node-rank are about several hosts."
             raise UsageError(
-                f"--nodes {nodes}: where do the hosts meet?"
-                if most
-                else "--head and --node-rank are about several hosts.",
+                f"--nodes {nodes}: where do the hosts meet?" if most else one_host,
                 evidence=["neither Slurm nor Kubernetes nor SkyPilot is in the environment"],
                 fix=[f"on every host: evener run --nodes {nodes or 3} --head HOST:{PORT} SCRIPT"],
             )
         return None
     layout = found[0]
     _agree(layout.source, layout, "the command line", least or layout.least, most or layout.most, rank)
-    if most:
-        layout = dataclasses.replace(layout, least=least)
-    if rank is not None:
-        layout = dataclasses.replace(layout, rank=rank)
-    return dataclasses.replace(layout, head=host or layout.head, port=port or layout.port)
+    return dataclasses.replace(
+        layout,
+        least=least or layout.least,
+        rank=layout.rank if rank is None else rank,
+        head=host or layout.head,
+        port=port or layout.port,
+    )
 
 
 def sketch(layout: Layout, nproc: int, job: str) -> Round:
     """What a round may look like, for `--dry-run`: the meeting decides. As if every member had as many processes."""
-    rank = layout.rank or 0
-    return Round(
-        "",
-        job,
-        0,
-        rank,
-        layout.most,
-        rank * nproc,
-        layout.most * nproc,
-        layout.head,
-        layout.port + 1,
-        "ADDRESS",
-        "INTERFACE",
-    )
+    rank, nodes, port = layout.rank or 0, layout.most, layout.port + 1
+    here = (rank, nodes, rank * nproc, nodes * nproc)
+    return Round("", job, 0, *here, layout.head, port, "ADDRESS", "INTERFACE")
 
 
 def environ_of(layout: Layout | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -143,13 +133,11 @@ def _slurm(environ: Mapping[str, str], nodes: str | None) -> Layout | None:
     if "SLURM_STEP_ID" not in environ:
         granted = first("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
         if "SLURM_JOB_ID" in environ and granted.isdigit() and int(granted) > 1 and nodes is None:
+            fix = ["srun --ntasks-per-node=1 evener run SCRIPT", "or on this node alone: evener run --nodes 1 SCRIPT"]
             raise UsageError(
                 f"This Slurm job has {granted} nodes, and `evener run` was started on one of them only.",
                 evidence=[f"SLURM_JOB_NUM_NODES={granted}, and SLURM_STEP_ID is not set: srun did not start this"],
-                fix=[
-                    "srun --ntasks-per-node=1 evener run SCRIPT",
-                    "or on this node alone: evener run --nodes 1 SCRIPT",
-                ],
+                fix=fix,
             )
         return None
     hosts = expand(first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))

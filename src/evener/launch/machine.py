@@ -17,21 +17,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that were chosen for a launch, in slot order.
+    """The GPUs that were chosen for a launch, in slot order."""
 
-    Attributes:
-        words: What goes into CUDA_VISIBLE_DEVICES. None when the GPUs cannot be counted; `unknown_because` then says
-            why. Nobody guesses.
-        text: What the user is told ("GPU 6, 7 (NVIDIA A100-SXM4-80GB)").
-        numa_nodes: The memory node of each; None where it is not known.
-        leased: Descriptors of the lease: whoever has one keeps the claim alive.
-    """
-
-    words: tuple[str, ...] | None
+    words: tuple[str, ...] | None  # for CUDA_VISIBLE_DEVICES; None: they cannot be counted, and nobody guesses
     unknown_because: str = ""
-    text: str = "GPUs"
-    numa_nodes: tuple[int | None, ...] = ()
-    leased: tuple[int, ...] = ()
+    text: str = "GPUs"  # what the user is told: "GPU 6, 7 (NVIDIA A100-SXM4-80GB)"
+    numa_nodes: tuple[int | None, ...] = ()  # the memory node of each; None: not known
+    leased: tuple[int, ...] = ()  # descriptors of the lease: whoever has one keeps the claim alive
     notes: tuple[str, ...] = ()
 
 

@@ -2,24 +2,22 @@
 
     python shim.py JOB.json [-m] SCRIPT [ARGS...]
 
-It is run by path and uses the standard library only, so that nothing of evener, torch or numpy is imported into a
-process that did not ask for it. The script then runs as `python SCRIPT ARGS` would run it: as `__main__`, with the same
-`sys.argv`, `sys.path[0]` and `__file__`, the same traceback and the same exit code. A fresh `__main__` module is put in
-place for good, so classes of the script can be pickled and child processes of any start method find it, also while the
-interpreter shuts down.
+Run by path and of the standard library only, so that nothing of evener, torch or numpy is imported into a process that
+did not ask for it. The script runs as `python SCRIPT ARGS` would run it: the same `sys.argv`, `sys.path[0]`,
+`__file__`, traceback and exit code, in a fresh `__main__` that stays (for pickled classes, child processes, exit
+handlers).
 
 JOB.json: {"supervisor": pid, "logs": folder, "console": {"1": path, "2": path}, "cpus": [[0, 1], ...] or [], "debug"}.
-The console paths are rank 0's: a terminal or a pipe of the supervisor for its descriptors 1 and 2. Every other rank
-writes both into its own log file. `cpus` are those that each rank is bound to.
+The console paths are rank 0's; every other rank writes into its own log file. `cpus` are those of each rank.
 
-The record is `rank<N>.json` in the log folder: {"rank", "pid", "started"} at the start, with "ended" added at the end.
-An uncaught exception is recorded as soon as it leaves the script, before exit handlers, thread joins and process-group
-destruction, which may take long or fail themselves: what counts is the time order between ranks.
-The first rank that fails on GPUs has `evener gpus` write beside it who held what at that moment (`gpus.json`).
+The record is `rank<N>.json` in the log folder: {"rank", "pid", "started"}, with "ended" added at the end. An exception
+is recorded as soon as it leaves the script, before exit handlers and process-group destruction, which may take long or
+fail themselves: what counts is the time order between ranks.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import builtins
 import contextlib
@@ -170,7 +168,7 @@ def answer_requests(path: str) -> None:
         while signal.sigwaitinfo(calls):
             note_call(path)
 
-    threading.Thread(target=answer, name="evener-calls", daemon=True).start()
+    _thread.start_new_thread(answer, ())  # one that `threading` does not count: the script sees what it would see alone
 
 
 def note_call(path: str) -> None:
@@ -286,8 +284,7 @@ def as_if_uncaught(error: BaseException) -> None:
         sys.excepthook = lambda kind, value, trace: None
         return
     errors = sys.modules.get("evener.errors")
-    if errors is not None and isinstance(error, errors.EvenerError):
-        # evener's own errors have their own exit codes.
+    if errors is not None and isinstance(error, errors.EvenerError):  # they have their own exit codes
         trace = without_own_frames(error.__traceback__)
         hook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(error.exit_code)
@@ -337,7 +334,6 @@ class Record:
             note_call(self.path)
             self.ask_others()
             self.look_at_gpus()
-        self.tell_torch(error)
 
     def ask_others(self) -> None:
         """What are the ranks doing that have not failed? Asked now: in a moment the launcher stops them.
@@ -372,16 +368,6 @@ class Record:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             open(path, "x").close()  # others see that somebody asks
             subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=GPU_SECONDS, check=False)
-
-    def tell_torch(self, error: BaseException) -> None:
-        """The same for torch's agent, in its own format, unless the script's `@record` did it already."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if not path or os.path.exists(path) or not isinstance(error, Exception):
-            return
-        extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message}, file)
 
 
 def describe(error: BaseException) -> dict[str, Any]:

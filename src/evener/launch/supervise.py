@@ -36,11 +36,10 @@ from evener.launch import failure, hang, processes, records
 from evener.launch.command import Launch
 from evener.launch.console import Console, say
 
-# How long ranks may take after a signal. Ctrl-C is somebody waiting at a terminal; TERM is a batch system that wants a
-# checkpoint written (torch's agent and Slurm both give 30 s).
-# USR1 and USR2 are warnings long before the end, which the sender brings about (Slurm's --signal).
-GRACE_SECONDS = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0, signal.SIGUSR1: 600.0}
-GRACE_SECONDS[signal.SIGUSR2] = GRACE_SECONDS[signal.SIGUSR1]
+# How long ranks may take after a signal: TERM is a batch system that wants a checkpoint (torch's agent and Slurm both
+# give 30 s); USR1 and USR2 are warnings long before the end, which the sender brings about (Slurm's --signal).
+GRACE_SECONDS = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
+GRACE_SECONDS |= {signal.SIGUSR1: 600.0, signal.SIGUSR2: 600.0}
 LOST_PEER_SECONDS = 5.0  # for ranks that wait for a host that is gone
 KILL_AFTER_SECONDS = 3.0
 _SWEEP_AFTER_SECONDS = 60.0
@@ -125,33 +124,32 @@ class _Supervisor:
 
     def run(self, environ: Mapping[str, str]) -> Ending:
         processes.adopt_orphans()
-        self._write_job()
+        launch = self.launch
+        job = {"supervisor": os.getpid(), "logs": launch.logs, "console": self.console.paths()}
+        job |= {"cpus": launch.cpus, "debug": launch.debug}
+        for name, text in (("job.json", json.dumps(job)), ("plan.json", launch.plan.to_json())):
+            with open(os.path.join(launch.private, name), "w", encoding="utf-8") as file:
+                file.write(text)
         with self._signals():
-            agent_log = open(os.path.join(self.launch.logs, "agent.log"), "ab")  # noqa: SIM115  (closed below)
-            with agent_log:
+            with open(os.path.join(launch.logs, "agent.log"), "ab") as agent_log:
                 # A session of its own: Ctrl-C at the terminal reaches the supervisor alone, which passes it on once.
                 self.agent = subprocess.Popen(
-                    self.launch.command.argv,
-                    env=self.launch.command.environ(environ),
+                    launch.command.argv,
+                    env=launch.command.environ(environ),
                     stdout=agent_log,
                     stderr=agent_log,
                     start_new_session=True,
                     preexec_fn=processes.tied_to_parent(signal.SIGTERM),
-                    pass_fds=self.launch.leased,  # if this process is killed, the claim lasts until the ranks are gone
+                    pass_fds=launch.leased,  # if this process is killed, the claim lasts until the ranks are gone
                 )
             try:
                 self._watch()
             finally:
                 self._end_descendants(gently=self.agent.returncode == 0 and self.received is None)
-        self._drain()
+        if any(channel.terminal for channel in self.console.unique()):
+            time.sleep(0.02)  # a terminal hands its last output on a moment after it was written
+        self.console.drain()
         return self._ending()
-
-    def _write_job(self) -> None:
-        job = {"supervisor": os.getpid(), "logs": self.launch.logs, "console": self.console.paths()}
-        job["cpus"], job["debug"] = self.launch.cpus, self.launch.debug
-        for name, text in (("job.json", json.dumps(job)), ("plan.json", self.launch.plan.to_json())):
-            with open(os.path.join(self.launch.private, name), "w", encoding="utf-8") as file:
-                file.write(text)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -200,36 +198,31 @@ class _Supervisor:
         """Waits for one thing to happen, for `seconds` at most, and deals with it."""
         wait = max(0.0, min(seconds, self.deadline - time.monotonic()))
         for key, _ in self.selector.select(wait):
-            if key.data is None:
-                for number in self._woken_by():
-                    self._on_signal(signal.Signals(number))
-            else:
+            if key.data is not None:
                 self.console.pump(key.data)
+                continue
+            with contextlib.suppress(BlockingIOError):
+                for number in self.wake_read.recv(4096):
+                    self._on_signal(signal.Signals(number))
         why = self.others()
         if why is not None and self.received is None and not self.cut:
             self._end_for_others(why)
         self.console.follow()
         self._reap()
 
-    def _woken_by(self) -> bytes:
-        try:
-            return self.wake_read.recv(4096)
-        except BlockingIOError:
-            return b""
-
     def _on_signal(self, signum: signal.Signals) -> None:
         if signum == signal.SIGWINCH:
             self.console.resize()
-            rank0 = self._ranks().get(0)
-            if rank0 is not None:
-                processes.send(rank0, signal.SIGWINCH)
+            for pid in [pid for rank, pid in self._ranks().items() if rank == 0]:
+                processes.send(pid, signal.SIGWINCH)
         elif signum in GRACE_SECONDS and self.received is not None:
             self.deadline = 0.0  # the second request: now
         elif signum in GRACE_SECONDS:
             self.received = signum
             self.deadline = time.monotonic() + GRACE_SECONDS[signum]
             what = "Ctrl-C" if signum == signal.SIGINT else signum.name
-            say(f"{what}: stopping {self._count()} (once more to kill at once)")
+            count = f"{self.launch.nproc} process{'es' * (self.launch.nproc > 1)}"
+            say(f"{what}: stopping {count} (once more to kill at once)")
             ranks = self._ranks()
             if signum not in (signal.SIGUSR1, signal.SIGUSR2) and len(ranks) == self.launch.nproc and not self._over():
                 self.waited = hang.stopped(self.launch.logs, ranks, signum)
@@ -261,20 +254,12 @@ class _Supervisor:
         ends = records.read_ends(self.launch.logs, self.launch.nproc, self.launch.first_rank)
         return any(end.how is not None for end in ends)
 
-    def _count(self) -> str:
-        return f"{self.launch.nproc} process{'es' if self.launch.nproc > 1 else ''}"
-
     def _reap(self) -> None:
         """Collects ended children: the agent, and the orphans that were adopted."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid == self.agent.pid:
-                self.agent.returncode = os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.agent.pid:
+                    self.agent.returncode = os.waitstatus_to_exitcode(ended[1])
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -298,12 +283,6 @@ class _Supervisor:
         until = time.monotonic() + seconds
         while processes.descendants() and time.monotonic() < until and self.deadline > 0.0:
             self._turn(0.02)
-
-    def _drain(self) -> None:
-        """The last output: a terminal hands it on a moment after it was written."""
-        if any(channel.terminal for channel in self.console.unique()):
-            time.sleep(0.02)
-        self.console.drain()
 
     def _ending(self) -> Ending:
         ends = records.read_ends(self.launch.logs, self.launch.nproc, self.launch.first_rank)
@@ -332,14 +311,12 @@ class _Supervisor:
 
     def _agent_failed(self) -> Ending:
         """The launcher's own trouble: no rank is to blame."""
-        code = self.agent.returncode
-        path = os.path.join(self.launch.logs, "agent.log")
-        if code is not None and code < 0:
-            text = f"torch's elastic agent was killed by {processes.signal_name(-code)}; its ranks were stopped"
-        else:
-            text = f"torch's elastic agent ended with exit code {code}, and no rank reported an error"
+        code, path = self.agent.returncode or 0, os.path.join(self.launch.logs, "agent.log")
+        text = f"torch's elastic agent ended with exit code {code}, and no rank reported an error"
+        if code < 0:
+            text = f"torch's elastic agent was killed by {failure.signal_name(-code)}; its ranks were stopped"
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = [line.rstrip() for line in file if line.strip() and not line.startswith("{")]
         evidence = [failure.clean(line, limit=200) for line in lines[-3:]]
         error = LaunchError(text, evidence=[*evidence, f"log: {failure.relative(path, os.getcwd())}"])
-        return Ending(128 - code if code is not None and code < 0 else 1, error)
+        return Ending(128 - code if code < 0 else 1, error)
