@@ -26,14 +26,24 @@ def main() -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # everything here is about the CPU
     import torch
 
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}", flush=True)
-    tables = []
+    from bench.table import Table
+    from evener.dist.info import cpu_name, usable_cpus
+
+    before, tables = os.getloadavg()[0], []
     for part in args.parts or PARTS:
         for table in importlib.import_module(f"bench.{part}").run(args.quick):
             print(f"\n{table}", flush=True)
             tables.append(table.as_dict())
+    where = f"{cpu_name()}, {usable_cpus()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+    load = f"load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
+    targets = Table(f"all targets: {where}; {load}", ["table", "measured, target, verdict"])
+    for one in tables:
+        for note in one["notes"]:
+            if "(target" in note:
+                targets.add(one["title"].partition(":")[0], note)
+    print(f"\n{targets}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps(tables, indent=2) + "\n")
+        args.json.write_text(json.dumps([*tables, targets.as_dict()], indent=2) + "\n")
     return 0
 
 

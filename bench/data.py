@@ -72,4 +72,5 @@ def run(quick: bool) -> list[Table]:
         seconds = times.median(name)
         table.add(name, f"{1e6 * seconds:.0f}", f"{BATCH / seconds:.0f}", f"{times.ratio('compute only', name):.3f}")
     table.note(verdict("Run.updates / compute only", times.ratio("compute only", "Run.updates"), 0.95, at_least=True))
+    table.note(times.spread())
     return [table]

@@ -46,4 +46,5 @@ def run(quick: bool) -> list[Table]:
         )
     table.note(verdict("throughput / torch DDP", times.ratio("torch DDP", "evener"), 0.99, at_least=True))
     table.note(verdict("throughput / torch DDP fused", times.ratio("torch DDP fused", "evener"), 0.99, at_least=True))
+    table.note(times.spread())
     return [table]

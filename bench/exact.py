@@ -48,6 +48,7 @@ def run(quick: bool) -> list[Table]:
         times = on_ranks(world_size, measure, 4 if quick else 12)
         ratios.append(times.ratio("exact", "fast"))
         milli = [f"{1e3 * times.median(name):.1f}" for name in ("exact", "fast")]
+        table.note(f"{world_size} processes: {times.spread()}")
         table.add(world_size, *milli, f"{ratios[-1]:.3f}", f"{times.ratio('exact', 'fast, not fused'):.3f}")
     table.note(verdict("worst ratio to fast", max(ratios), 1.15))
     table.note("fused optimizers give other bits on shards than on whole tensors: exact mode turns them off")

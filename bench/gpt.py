@@ -94,4 +94,5 @@ def run(quick: bool) -> list[Table]:
         table.add(name, f"{1e3 * times.median(name):.1f}", f"{times.ratio('evener', name):.3f}")
     table.note(verdict("ratio to raw", times.ratio("evener", "raw"), 1.01))
     table.note(verdict("ratio to raw with fused=True", times.ratio("evener", "raw fused"), 1.01))
+    table.note(times.spread())
     return [table]

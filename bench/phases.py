@@ -69,6 +69,7 @@ def run(quick: bool) -> list[Table]:
         alone = (3 + 2 * pieces) * (_call(HostPhases().lap) - _call(bool))
         figures = (f"{base * 1e6:.0f}", f"{added * 1e6:+.2f}", f"{noise * 1e6:.2f}", f"{alone * 1e6:.2f}")
         table.add(name, *figures, f"{100 * alone / base:.2f} %")
+        table.note(f"{name}: {times.spread()}")
         table.note(verdict(f"{name}: share of a step", alone / base, TARGET))
         engine.close()
     return [table, _written()]

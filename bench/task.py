@@ -192,4 +192,5 @@ def run(quick: bool) -> list[Table]:
     cost.note(
         "wall time of pairs in the same two processes; evener also computes the norm, the finite vote and the log"
     )
+    cost.note(times.spread())
     return [results, cost]

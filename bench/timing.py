@@ -26,6 +26,14 @@ class Timings:
         """Median over rounds of name / other: below 1 where `name` is faster."""
         return statistics.median(a / b for a, b in zip(self.seconds[name], self.seconds[other]))
 
+    def spread(self) -> str:
+        """How far apart the rounds of each were: tenth to ninetieth percentile, as a share of the median."""
+        parts = []
+        for name, seconds in self.seconds.items():
+            low, *_, high = statistics.quantiles(seconds, n=10, method="inclusive")
+            parts.append(f"{name} {(high - low) / statistics.median(seconds):.0%}")
+        return f"spread over {len(seconds)} rounds: {', '.join(parts)}"
+
     def noise(self, name: str, other: str) -> float:
         """The standard error of that ratio's median, from the rounds themselves."""
         return error_of_median([a / b for a, b in zip(self.seconds[name], self.seconds[other])])
