@@ -87,7 +87,9 @@ def test_a_real_run_is_told_from_its_contract_to_its_command(tmp_path, capsys):
     assert one["headline"].startswith("12 updates in ") and "evaluated loss" in one["headline"]
     assert one["contract"][0].startswith("global batch 16 = 1 rank x 1 microbatch x 16")
     fields = {field["keyword"]: field for field in one["fields"]}
-    assert fields["max_grad_norm"] == {"keyword": "max_grad_norm", "value": "2.0", "origin": "code"}
+    asked = {"keyword": "max_grad_norm", "value": "2.0", "origin": "code", "reason": "the script says so"}
+    assert fields["max_grad_norm"] == asked
+    assert any(word in fields["precision"]["reason"] for word in ("bf16", "fp32")), "what auto became, and why"
     assert fields["seed"]["origin"] == "default"
     assert any("bf16" in note for note in one["notes"]) or fields["precision"]["value"] != '"auto"'
     assert sum(one["step_share"].values()) == pytest.approx(1.0) and one["ranks"][0]["own_seconds"] > 0

@@ -35,11 +35,7 @@ def page(records: Sequence[Record], told: Sequence[Mapping[str, Any]], version: 
     scripts, charts = [text("vendor/uPlot.iife.min.js"), text("page.js")], _charts(records, told)
     hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
     return env.from_string(text("page.html.j2")).render(
-        runs=told,
-        phases=PHASES,
-        version=version,
-        made=time.time(),
-        charts=charts,
+        {"runs": told, "phases": PHASES, "version": version, "made": time.time(), "charts": charts},
         # "<" never appears in the data: no text in it can end the element that holds it.
         data=json.dumps({"charts": charts}, separators=(",", ":")).replace("<", "\\u003c"),
         css=text("vendor/uPlot.min.css") + text("page.css"),

@@ -144,14 +144,12 @@ class Record:
         for file in sorted(path.glob("events-rank*.jsonl"))[:RANKS]:
             with suppress(OSError, ValueError):
                 times = record.ranks.setdefault(int(file.stem.removeprefix("events-rank")), RankTimes())
-                for event in read_events(file):
-                    if event["kind"] == "phases":
-                        times.take(event)
-        for config in read_json(path, "config.json"):
-            for name, one in list(config.items())[:200]:
-                if isinstance(one, dict):
-                    value, origin = clean(json.dumps(one.get("value")))[:TEXT], clean(one.get("origin"))[:40]
-                    record.config[clean(name)[:60]] = {"value": value, "origin": origin}
+                for event in (one for one in read_events(file) if one["kind"] == "phases"):
+                    times.take(event)
+        config = next(iter(read_json(path, "config.json")), {})
+        for name, one in ((name, one) for name, one in list(config.items())[:200] if isinstance(one, dict)):
+            value, origin = clean(json.dumps(one.get("value")))[:TEXT], clean(one.get("origin"))[:40]
+            record.config[clean(name)[:60]] = {"value": value, "origin": origin}
         here = not record.starts or record.starts[-1].get("host") in (None, socket.gethostname())
         alive = in_use(path) if here else time.time() - (record.newest or 0.0) < _SILENT_SECONDS
         if record.status == "going" and not alive:
@@ -246,8 +244,6 @@ def _shown(value: Any) -> Any:
 
 def _no_run(path: Path, error: OSError) -> UsageError:
     inside = sorted(clean(one.parent) for one in path.glob("*/events.jsonl"))[:5]
-    fix = [f"evener report {one}" for one in inside] or [
-        "evener report runs/NAME: the directory that Run(dir=...) made"
-    ]
+    fix = [f"evener report {one}" for one in inside] or ["evener report runs/NAME: what Run(dir=...) made"]
     why = f"events.jsonl cannot be read ({clean(error.strerror or error)})" if path.exists() else "it does not exist"
     return UsageError(f"{clean(path)} is no run directory: {why}.", fix=fix)

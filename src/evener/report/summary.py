@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import statistics
 import time
@@ -62,7 +63,9 @@ def summary(record: Record, explained: Mapping[str, str], peak: tuple[float | No
         "incidents": _in_words(record, explained),
         "incident_counts": {kind: count for kind, count in record.counts.items() if kind not in ORDINARY},
         "contract": record.contracts,
-        "fields": [{"keyword": name, **one} for name, one in record.config.items()],
+        "fields": [
+            {"keyword": name, **one, "reason": _reason(record, name, one)} for name, one in record.config.items()
+        ],
         "notes": dict(record.notes),
         "environment": {name: one for name, one in environment.items() if one is not None and name not in _ELSEWHERE},
         "reproduce": _reproduce(record, start),
@@ -86,6 +89,13 @@ def _utilization(
     known = per_row is not None and rows_per_second is not None and peak is not None
     share = per_row * rows_per_second / peak if known else None  # type: ignore[operator]
     return {"flops_per_row": per_row, "model_flops_utilization": share, "model_flops_utilization_is": why}
+
+
+def _reason(record: Record, keyword: str, field: Mapping[str, str]) -> str:
+    """What the run said about this keyword; else what its origin means."""
+    sign = re.compile(rf"\b{re.escape(keyword)}\b" + (r"|^auto: " if field["value"] == '"auto"' else ""))
+    said = [note for note in record.notes if sign.search(note)]
+    return "; ".join(said[:2]) or WORDS["origins"].get(field["origin"], field["origin"])
 
 
 def _headline(told: Mapping[str, Any]) -> str:
