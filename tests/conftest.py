@@ -6,12 +6,20 @@ import os
 import random
 import signal
 
+import hypothesis
 import pytest
 
 from tests.pool import pool, stop_all
 
 # In the environment, so that both workers of `-n 2` draw the same (they must collect the same tests).
 SEED = int(os.environ.setdefault("EVENER_TEST_SEED", str(random.randrange(2**31))))
+
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_report_header() -> str:
