@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -148,11 +149,10 @@ def test_ranks_that_wait_for_each_other_in_different_calls(tmp_path):
     done = run(tmp_path, "collectives", "")
     text = done.stderr[done.stderr.index("evener: rank") :]
     assert text.startswith("evener: ranks 0, 1 wait for each other: nothing was done for 8 s\n"), text
-    assert (
-        "rank 1 waits in phase script (recv), at train.py:" in text
-        and "rank 0 waits in phase script (all_reduce)" in text
+    assert "rank 1 waits in phase script (recv), at train.py:" in text, text
+    assert re.search(
+        r"rank 0 waits in phase script \(all_reduce of \[1\] \w+, call \d+ of group default_pg\), at ", text
     ), text
-    assert "in different calls: rank 0: all_reduce of [1] Float, call " in text and "rank 1: recv" in text, text
 
 
 PLAIN = """
@@ -182,8 +182,10 @@ def test_a_script_without_run_is_watched_too(tmp_path, what):
         return
     text = done.stderr[done.stderr.index("evener: rank") :]
     assert text.startswith("evener: ranks 0, 1 wait for each other: nothing was done for 8 s\n"), text
-    assert "rank 0: broadcast of [3] Float, call 2 of group default_pg" in text, text
-    assert "rank 1: all_reduce of [5, 2] Float, call 2 of group default_pg" in text, text
+    assert "rank 0 waits in phase script (broadcast of [3] Float, call 2 of group default_pg), at train.py:" in text, (
+        text
+    )
+    assert "rank 1 waits in phase script (all_reduce of [5, 2] Float, call 2 of group default_pg), at " in text, text
 
 
 @pytest.mark.full
@@ -216,7 +218,7 @@ def test_when_it_is_a_hang(tmp_path, monkeypatch):
     assert not after(50) and not after(50)
     with first():
         assert not after(1000)
-    assert not after(59) and after(2)
+    assert not after(55) and after(6)
     (beats / "rank0").unlink()  # its loop is over
     assert not after(50) and after(60)
     (beats / "rank1").unlink()
@@ -252,7 +254,7 @@ def test_the_phase_is_read_from_the_stack():
         phase_of(stack(("/x/torch/distributed/distributed_c10d.py", "wait"), ("engine/spread/ddp.py", "finish"), step))
         == "reduce"
     )
-    assert phase_of(stack(user, ("data/read.py", "read"), ("run/run.py", "_feed_batches"))) == "data"
+    assert phase_of(stack(user, ("data/read.py", "read"), ("run/loop.py", "_feed"))) == "data"
     assert (
         phase_of(stack(("dist/comm.py", "broadcast"), ("checkpoint/agree.py", "on_main"), ("run/saving.py", "write")))
         == "save"

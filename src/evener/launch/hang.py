@@ -26,7 +26,7 @@ _ANSWER_SECONDS = 2.0  # for a stack; one that the kernel holds gives none
 # By evener's innermost frame. In the step the next frame inwards decides between forward and backward.
 _PHASES = [
     (r"data/", "", "data"),
-    (r"run/(evaluate|predict)\.py", "", "evaluate"),
+    (r"run/evaluate\.py", "", "evaluate"),
     (r"checkpoint/|run/saving\.py", "", "save"),
     (r"engine/spread/", "forward", "forward"),
     (r"engine/spread/", "", "reduce"),
@@ -35,8 +35,8 @@ _PHASES = [
     (r"engine/step\.py", "", "forward"),
     (r"engine/(target|update|ema|scaler|schedule|flags)\.py", "", "optimizer"),
     (r"run/run\.py", "__init__", "start"),
-    (r"run/run\.py", "_save", "save"),
-    (r"run/run\.py", "_feed_batches|_prepared", "data"),
+    (r"run/loop\.py", "save", "save"),
+    (r"run/(loop|prepare)\.py", "_feed|__call__", "data"),
 ]
 _IDLE = 0.02  # of a CPU: what a process uses that does nothing but wait
 
@@ -130,11 +130,11 @@ def _standing(logs: str, ranks: Mapping[int, int]) -> tuple[list[int], list[int]
     waits = [rank for rank in ranks if states.get(rank) not in failure.STATES and failure.is_waiting(stacks[rank])]
     still = [rank for rank in ranks if rank not in waits]
     evidence = []
-    for rank in [*still, *waits]:
-        evidence.append(f"rank {rank} {'waits' if rank in waits else 'is'} {_where(stacks[rank])}")
+    for rank in still:
+        evidence.append(f"rank {rank} is {_where(stacks[rank])}")
         evidence += [failure.STATES[states[rank]]] if states.get(rank) in failure.STATES else []
-    differ = failure.different_calls({rank: records.calls_of(logs, rank)[0] for rank in waits})
-    evidence += differ or ([] if still else ["not in the same call, or over a network that lost it"])
+    evidence += [f"rank {rank} waits {_where(stacks[rank], records.calls_of(logs, rank)[0])}" for rank in waits]
+    evidence += [] if still else ["not in the same call, or over a network that lost it"]
     return still, waits, evidence
 
 
@@ -179,10 +179,11 @@ def phase_of(stack: Sequence[Line]) -> str:
     return "script"
 
 
-def _where(stack: Sequence[Line]) -> str:
+def _where(stack: Sequence[Line], call: str = "") -> str:
+    """call: What torch's recorder says; without it the function's name."""
     if not stack:
         return "in a place that it could not tell: in the kernel, or in native code that takes no signals"
     own = failure.users_frame([one for one in stack if not one.file.startswith(failure.EVENER)])
-    call = next((one.function for one in stack if one.file.endswith("distributed_c10d.py")), "")
+    call = call or next((one.function for one in stack if one.file.endswith("distributed_c10d.py")), "")
     line = "" if own is None else f", {failure.line_text(own, os.getcwd())}"
     return f"in phase {phase_of(stack)}{f' ({call})' if call else ''}{line}"
