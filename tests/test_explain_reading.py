@@ -173,7 +173,7 @@ def test_ranks_that_write_into_one_file_are_taken_apart():
     answer = explain_text("\n".join(mixed))
     assert (answer.kind, answer.culprit_rank) == ("python-exception", 1)
     assert "train.py:7" in answer.summary and "bad row 17" in answer.summary
-    assert answer.consequences and "nccl-remote-exit" in answer.consequences[0]
+    assert answer.consequences and "peer-gone" in answer.consequences[0]
 
 
 def test_two_writers_in_one_line():

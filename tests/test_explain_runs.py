@@ -6,11 +6,14 @@ Lightning, gloo); the exhaustive form makes every one of them again.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +37,7 @@ EXPECTED = {
     ("torchrun", "cleans"): ({"torchrun-hidden-root-cause"}, 1),
     ("torchrun", "killed"): ({"host-oom-sigkill"}, 1),
     ("torchrun", "segfault"): ({"segfault"}, 1),
-    ("torchrun", "exits"): ({"torchrun-hidden-root-cause", "nccl-remote-exit"}, "unknown"),
+    ("torchrun", "exits"): ({"torchrun-hidden-root-cause", "peer-gone"}, "unknown"),
     ("torchrun", "hangs"): ({"nccl-timeout"}, "unknown"),
     ("torchrun", "unused"): ({"ddp-unused-params"}, [0, 1]),
     ("torchrun", "shapes"): ({"ddp-rank-desync"}, "unknown"),
@@ -43,7 +46,7 @@ EXPECTED = {
     ("accelerate", "killed"): ({"host-oom-sigkill"}, 1),
     ("accelerate", "unused"): ({"ddp-unused-params"}, None),
     ("lightning", "raises"): ({"python-exception"}, 1),
-    ("lightning", "killed"): ({"nccl-remote-exit", "host-oom-sigkill"}, None),
+    ("lightning", "killed"): ({"peer-gone", "host-oom-sigkill"}, None),
     ("lightning", "unused"): ({"ddp-unused-params"}, None),
 }
 
@@ -74,13 +77,13 @@ def check(launcher: str, how: str, text: str) -> None:
     assert answer.evidence and answer.fix and answer.confirm
 
 
-@pytest.mark.parametrize("launcher, how", EXPECTED, ids="-".join)
+@pytest.mark.parametrize("launcher, how", EXPECTED)
 def test_the_recorded_output_of_a_real_failure_is_explained(launcher, how):
     check(launcher, how, (RECORDED / f"{launcher}-{how}.log").read_text("utf-8"))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher, how", EXPECTED, ids="-".join)
+@pytest.mark.parametrize("launcher, how", EXPECTED)
 def test_a_failure_made_now_is_explained(launcher, how, tmp_path):
     check(launcher, how, output_of(launcher, how, tmp_path))
 
@@ -133,6 +136,35 @@ def test_evener_run_ends_with_the_cause_and_its_fix(how, tmp_path):
     assert "Culprit" in again.stdout and "Evidence" in again.stdout
     # Every rank's exception is in the records of `evener run`: no word of torchrun's table.
     assert "closing table" not in again.stdout.partition("Only consequences")[0], again.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="real-time signals and /proc")
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=full)])
+def test_a_hang_that_is_stopped_names_who_did_not_come_and_not_the_victims(name, tmp_path):
+    """After the signal rank 1 ends first, and rank 0 fails because its peer is gone: that was never the cause."""
+    command = [BIN / "evener", "run", "--nproc", "2", "--cpu", SCRIPTS / "breaks.py", "hangs"]
+    environ = ENVIRONMENT | {"BREAKS_TIMEOUT": "600"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, cwd=tmp_path, env=environ, **pipes) as job:
+        assert job.stdout.readline() == "started 0\n"
+        (logs,) = (tmp_path / "runs" / "logs").iterdir()
+        until = time.monotonic() + 200
+        while "started" not in (logs / "rank1.log").read_text() and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(1)  # into the sleep, and into the collective after it
+        job.send_signal(getattr(signal, name))
+        said = job.communicate(timeout=200)[1]
+    assert job.returncode == (130 if name == "SIGINT" else 143)
+    told = said[said.index(f"evener: stopped by {name} (") :]
+    assert "and no rank had failed before" in told and "time.sleep(300)" in told, said
+    assert re.search(r"rank 1 is in .*breaks\.py.*\n  rank 0 waits in .*breaks\.py", told), said
+    assert "if nothing moved any more, look at rank 1" in told
+    done = subprocess.run([BIN / "evener", "explain", "--json", logs], capture_output=True, text=True, env=ENVIRONMENT)
+    answer = json.loads(done.stdout)
+    assert (answer["kind"], answer["sub_cause"]) == ("stopped-by-signal", "while-waiting")
+    assert (answer["culprit_rank"], answer["culprit_known"]) == (1, False), "suspected"
+    assert "rank 1" in answer["summary"] and any("time.sleep(300)" in one["text"] for one in answer["evidence"])
+    assert any(one.startswith("peer-gone") for one in answer["consequences"]) or name == "SIGTERM"
 
 
 # --- full shared memory -----------------------------------------------------------------------------------------------

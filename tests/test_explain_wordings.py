@@ -298,7 +298,7 @@ TEXTS = [
     ),
     ("nccl-network", None, None, "node-2:77:99 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found"),
     ("nccl-shm", None, None, "node-2:77:99 [0] include/shm.h:23 NCCL WARN Call to shm_open failed : Permission denied"),
-    ("nccl-remote-exit", None, None, "[rank2]: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.3]:41031"),
+    ("peer-gone", None, None, "[rank2]: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.3]:41031"),
     ("port-in-use", None, None, "OSError: [Errno 98] Address already in use"),
     (
         "port-in-use",
@@ -457,6 +457,77 @@ TEXTS = [
         2,
         "[rank2]: Traceback (most recent call last):\n[rank2]:   File \"/home/me/train.py\", line 12, in load\n[rank2]:     return table[key]\n[rank2]: KeyError: 'labels'",
     ),
+    # --- as other frameworks and releases say it
+    (
+        "segfault",
+        None,
+        None,
+        "[2026-07-20 15:45:13,980] [INFO] [launch.py:315:sigkill_handler] Killing subprocess 3966\n[2026-07-20 15:45:13,982] [ERROR] [launch.py:321:sigkill_handler] ['/env/bin/python', '-u', 'main.py', '--local_rank=1'] exits with return code = -11",
+    ),
+    (
+        "optimizer-state-mismatch",
+        None,
+        None,
+        "│ ❱ 935 │   │   │   raise ValueError(                                    │\n╰───────────────────────────────╯\nValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
+    ),
+    (
+        "rendezvous-timeout",
+        None,
+        None,
+        "(Worker pid=213) ERROR 08-03 13:35:33 [executor.py:912] Traceback (most recent call last):\n(Worker pid=213) ERROR 08-03 13:35:33 [executor.py:912] torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+    ),
+    (
+        "gpu-hardware",  # the kernel knows no rank; the watchdog's "Rank 1" is that of its group
+        None,
+        9,
+        "[rank9]:[E113 11:43:02.24 ProcessGroupNCCL.cpp:1899] [PG ID 5 PG GUID 55(mesh) Rank 1] Process group watchdog thread terminated with exception: CUDA error: unspecified launch failure\n[ 8123.4] NVRM: Xid (PCI:0000:01:00): 109, pid=4124, name=python, Ch 00000028, errorString CTX SWITCH TIMEOUT",
+    ),
+    (
+        "fsdp-uniform-dtype",
+        None,
+        1,
+        'torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File "/home/me/train.py", line 127, in worker\n    policy = FSDP(policy)\nValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32',
+    ),
+    (
+        "invalid-device-ordinal",
+        None,
+        None,
+        "lightning.fabric.utilities.exceptions.MisconfigurationException: You requested gpu: [0, 1, 2, 3]\n But your machine only has: [0, 1]",
+    ),
+    (
+        "cuda-init-failed",
+        "busy",
+        None,
+        "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable",
+    ),
+    ("nccl-timeout", "absent", 5, "[rank0]: RuntimeError: Rank 5 failed to pass monitoredBarrier in 1800000 ms"),
+    (
+        "nccl-timeout",
+        "absent",
+        3,
+        "RuntimeError: Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 3. Please check rank 3 logs for faulty rank.",
+    ),
+    (
+        "amp-scale-collapse",
+        "collapse",
+        None,
+        "".join(
+            f"[INFO] [loss_scaler.py:190:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {2 ** (20 - i)}, reducing to {2 ** (19 - i)}\n"
+            for i in range(24)
+        ),
+    ),
+    (
+        "oom-capacity",  # deepspeed's launcher names whoever it looked at last
+        None,
+        3,
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 260.00 MiB. GPU 3 has a total capacity of 44.34 GiB of which 60.88 MiB is free. Of the allocated memory 42.02 GiB is allocated by PyTorch, and 1.42 GiB is reserved by PyTorch but unallocated.\n[2026-01-02 10:10:10,982] [ERROR] [launch.py:325:sigkill_handler] ['/env/bin/python', '-u', 'sft.py', '--local_rank=7'] exits with return code = -6",
+    ),
+    (
+        "illegal-memory-access",  # a line that a terminal has broken keeps its writer
+        None,
+        0,
+        "[E ProcessGroupNCCL.cpp:916] [Rank 0] NCCL watchdog thread terminated with exception: CUDA error:\nan illegal memory access was encountered",
+    ),
 ]
 
 
@@ -483,7 +554,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
     answer = explain_text(text)
     assert (answer.kind, answer.culprit_rank) == ("oom-capacity", 1)
     assert [line.partition(" ")[0] for line in answer.consequences] == [
-        "nccl-remote-exit",
+        "peer-gone",
         "nccl-timeout",
         "torchrun-hidden-root-cause",
     ]

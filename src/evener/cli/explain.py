@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,6 @@ WHAT is a log file (plain or gzip, of any size), a folder with the logs of a run
 Several files are read as the logs of one run. Anything after the root cause is shown as its consequences.
 """
 
-_RECORD = re.compile(r"rank(\d+)\.json")
-
 EXAMPLES = """\
 examples:
   evener explain train.log                   one log, of one process or of many
@@ -40,12 +39,9 @@ exit code: 0 something was explained (or a page shown), 1 nothing in the text sa
 """
 
 
-def parser() -> Parser:
+def main(argv: list[str]) -> int:
     options = Parser(
-        prog="evener explain",
-        usage="evener explain [options] [WHAT ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        prog="evener explain", usage="evener explain [options] [WHAT ...]", description=DESCRIPTION, epilog=EXAMPLES
     )
     add = options.add_argument
     add("what", metavar="WHAT", nargs="*", help="log files, a folder, - for standard input, or a kind")
@@ -53,31 +49,27 @@ def parser() -> Parser:
     add("--json", action="store_true", help="the explanation (or the list, or the page) as JSON")
     add("--lang", choices=("en", "zh"), help="the language of the texts (default: the locale's)")
     add("--color", choices=("auto", "always", "never"), default="auto", help="colours (default: on a terminal)")
-    return options
-
-
-def main(argv: list[str]) -> int:
-    given = parser().parse_args(argv)
+    given = options.parse_args(argv)
     from evener.explain import explain_selections, preferred_language
 
     language = given.lang or preferred_language()
-    if given.list:
-        show(given, listing(language), list_text)
-        return 0
-    if not given.what:
+    if not given.what and not given.list:
         if sys.stdin.isatty():
             raise UsageError("evener explain: which log?", fix=["evener explain FILE, or a folder, or - ; --help"])
         given.what = ["-"]
-    if len(given.what) == 1 and not os.path.exists(given.what[0]) and given.what[0] != "-":
-        show(given, page(given.what[0], language), page_text)
-        return 0
-    selections, fates = read(given.what)
-    answer = with_places(explain_selections(selections, language, fates), given.what)
-    if given.json:
-        print(json.dumps(answer.to_json(), ensure_ascii=False, indent=2))
+    value: Any
+    code = 0
+    if given.list:
+        value, text = listing(language)
+    elif len(given.what) == 1 and not os.path.exists(given.what[0]) and given.what[0] != "-":
+        value, text = page(given.what[0], language)
     else:
-        print(text_of(answer, sys.stdout, given.color))
-    return 0 if answer.kind is not None else 1
+        selections, fates = read(given.what)
+        answer = with_places(explain_selections(selections, language, fates), given.what)
+        value, text = answer.to_json(), text_of(answer, sys.stdout, given.color)
+        code = 0 if answer.kind is not None else 1
+    print(json.dumps(value, ensure_ascii=False, indent=2) if given.json else text)
+    return code
 
 
 def read(what: list[str]) -> tuple[list[Selection], list[Fate]]:
@@ -100,37 +92,36 @@ def read(what: list[str]) -> tuple[list[Selection], list[Fate]]:
 
 def with_places(answer: Explanation, what: list[str]) -> Explanation:
     """With the culprit's own line, where `evener run` recorded it beside the logs."""
-    import dataclasses
-
     from evener.launch import failure
 
-    for logs in (path for path in what if os.path.isdir(path)):
-        for end in ends_in(logs):
-            where = next((one.where for one in end.errors if one.where is not None), None)
-            if where is not None and end.rank == answer.culprit_rank:
-                line = (
-                    f"{failure.relative(where.file, os.getcwd())}:{where.line}: {failure.clean(where.text, limit=160)}"
-                )
-                return dataclasses.replace(answer, evidence=(*answer.evidence, (None, None, line)))
+    for end in (
+        end for path in what if os.path.isdir(path) for end in ends_in(path) if end.rank == answer.culprit_rank
+    ):
+        for where in [one.where for one in end.errors if one.where is not None][:1]:
+            place = f"{failure.relative(where.file, os.getcwd())}:{where.line}"
+            line = f"{place}: {failure.clean(where.text, limit=160)}"
+            return dataclasses.replace(answer, evidence=(*answer.evidence, (None, None, line)))
     return answer
+
+
+def ends_in(logs: str) -> list[RankEnd]:
+    """The records of `evener run` in a log folder, in rank order."""
+    from evener.launch.records import read_ends
+
+    found = (re.fullmatch(r"rank(\d+)\.json", name) for name in os.listdir(logs))
+    return read_ends(logs, max((int(one[1]) for one in found if one is not None), default=-1) + 1)
 
 
 def fates_in(logs: str) -> list[Fate]:
     """How every rank ended, from the records of `evener run` in a log folder; [] where there are none."""
     from evener.explain.facts import Fate
 
-    return [
-        Fate(
-            end.rank,
-            end.how,
-            end.code,
-            end.pid,
-            end.stopped,
-            None if end.monotonic_ns is None else end.monotonic_ns / 1e9,
-            tuple((f"{one.module}.{one.type}", one.message, one.traceback) for one in end.errors),
-        )
-        for end in ends_in(logs)
-    ]
+    found = []
+    for end in ends_in(logs):
+        seconds = None if end.monotonic_ns is None else end.monotonic_ns / 1e9
+        raised = tuple((f"{one.module}.{one.type}", one.message, one.traceback) for one in end.errors)
+        found.append(Fate(end.rank, end.how, end.code, end.pid, end.stopped, seconds, raised))
+    return found
 
 
 def gpus_then(logs: str) -> list[str]:
@@ -146,30 +137,19 @@ def gpus_then(logs: str) -> list[str]:
         then = read_recording(os.path.join(logs, "gpus.json"))
     for gpu in (then or look_at_gpus(os.environ)).gpus:
         name = f"NVML: GPU {gpu.index}" + ("" if gpu.slot is None else f" (cuda:{gpu.slot})")
+        used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
         if gpu.error or gpu.health.remapped_rows_failed:
             lines.append(f"{name}: {gpu.error or 'row remapping failed'}")
-        elif then and gpu.slot is not None and gpu.memory_used_bytes is not None and gpu.memory_total_bytes is not None:
-            lines.append(
-                f"{name}: {size(gpu.memory_used_bytes)} of {size(gpu.memory_total_bytes)} taken at the failure"
-            )
+        elif then and gpu.slot is not None and used is not None and total is not None:
+            lines.append(f"{name}: {size(used)} of {size(total)} taken at the failure")
             for one in gpu.processes or ():
                 held = "an unknown amount" if one.memory_bytes is None else size(one.memory_bytes)
                 lines.append(f"{name}: process {one.pid} of {one.user or 'somebody'} holds {held}")
     return lines
 
 
-def ends_in(logs: str) -> list[RankEnd]:
-    """The records of `evener run` in a log folder, in rank order."""
-    from evener.launch.records import read_ends
-
-    found = (_RECORD.fullmatch(name) for name in os.listdir(logs))
-    return read_ends(logs, max((int(one[1]) for one in found if one is not None), default=-1) + 1)
-
-
 def text_of(answer: Explanation, stream: Any, color: str = "auto") -> str:
     """The text form, coloured on a terminal only."""
-    import shutil
-
     from evener.explain.answer import to_text
 
     colored = color == "always" or (color == "auto" and stream.isatty() and "NO_COLOR" not in os.environ)
@@ -219,64 +199,44 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
         evidence, error = [text for _, _, text in answer.evidence[:3]], LaunchError(answer.summary)
     evidence = [line for line in evidence if not line.startswith("often ")]  # the launcher's guess, where more is known
     lines = [error.cause, *(f"  {line}" for line in evidence), "", f"  {answer.kind}: {answer.summary}"]
-    for heading, items in (
-        ("cause", answer.cause),
-        ("fix", answer.fix),
-        ("confirm", answer.confirm),
-        ("avoid", answer.avoid),
-    ):
-        for n, item in enumerate(items):
-            lines.append(f"  {say[heading] + ':' if n == 0 else '':<{len(say[heading]) + 1}} {item}")
+    for key in ("cause", "fix", "confirm", "avoid"):
+        heading = f"{say[key]}:"
+        lines += [f"  {'' if n else heading:<{len(heading)}} {item}" for n, item in enumerate(getattr(answer, key))]
     return "\n".join([*lines, "", f"  {where}", f"  evener explain {os.path.relpath(logs)}"])
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
 
 
-def show(given: argparse.Namespace, value: Any, as_text: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2) if given.json else as_text(value))
-
-
-def listing(language: str) -> list[dict[str, str]]:
+def listing(language: str) -> tuple[list[dict[str, str]], str]:
+    """All kinds, as values and as text."""
     from evener.explain.kinds import all_kinds
     from evener.explain.pages import plain_title
 
-    return [
-        {"kind": kind.name, "group": kind.group, "title": plain_title(kind, language)} for kind in all_kinds().values()
-    ]
-
-
-def list_text(kinds: list[dict[str, str]]) -> str:
-    lines: list[str] = []
-    group = None
+    kinds = list(all_kinds().values())
+    titles = {kind.name: plain_title(kind, language) for kind in kinds}
+    groups: dict[str, list[str]] = {}
     for kind in kinds:
-        if kind["group"] != group:
-            group = kind["group"]
-            lines += ["", f"{group}"] if lines else [f"{group}"]
-        lines.append(f"  {kind['kind']:<28} {kind['title']}")
-    return "\n".join(lines)
+        groups.setdefault(kind.group, [kind.group]).append(f"  {kind.name:<28} {titles[kind.name]}")
+    values = [{"kind": kind.name, "group": kind.group, "title": titles[kind.name]} for kind in kinds]
+    return values, "\n\n".join(map("\n".join, groups.values()))
 
 
-def page(name: str, language: str) -> dict[str, Any]:
+def page(name: str, language: str) -> tuple[dict[str, Any], str]:
     """The page of a kind, or of a rule of `evener lint`. UsageError when `name` is neither, nor a file."""
+    from evener import lint
     from evener.explain.kinds import all_kinds
-    from evener.explain.pages import page_of
+    from evener.explain.pages import page_of, page_text
 
     kinds = all_kinds()
     if name in kinds:
-        return page_of(kinds[name], language)
-    from evener import lint
-    from evener.lint import rules
-
+        value = page_of(kinds[name], language)
+        return value, page_text(value)
     rule = lint.page(name, language)
     if rule is not None:
-        return {"kind": name, "text": rule}
+        return {"kind": name, "text": rule}, rule
+    from evener.lint import rules
+
     close = nearest(name, [*kinds, *(one.id for one in rules.ALL)])
     fix = [f"evener explain {close}"] if close else []
     raise UsageError(f"{name} is no file, and no kind of failure.", fix=[*fix, "evener explain --list shows the kinds"])
-
-
-def page_text(value: dict[str, Any]) -> str:
-    from evener.explain.pages import page_text
-
-    return str(value["text"]) if "text" in value else page_text(value)

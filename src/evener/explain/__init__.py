@@ -14,21 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evener.explain.answer import Explanation
     from evener.explain.facts import Fate
-    from evener.explain.lines import Line
-    from evener.explain.read import Selection
+    from evener.explain.read import Raw, Selection
 
-__all__ = ["explain_error", "explain_lines", "explain_selections", "explain_text"]
-
-
-def explain_lines(lines: list[Line], lines_total: int, language: str = "en", fates: Iterable[Fate] = ()) -> Explanation:
-    """The explanation of lines that have been taken apart already."""
-    from evener.explain.answer import explain_root
-    from evener.explain.facts import gather
-    from evener.explain.lines import streams_of
-    from evener.explain.root import find_root
-
-    found = gather(lines, streams_of(lines), lines_total, fates)
-    return explain_root(find_root(found), found, language)
+__all__ = ["explain_error", "explain_selections", "explain_text"]
 
 
 def explain_selections(
@@ -36,22 +24,30 @@ def explain_selections(
 ) -> Explanation:
     """The explanation of one or more texts that belong to one run, with its launcher's records where there are any."""
     from evener.explain.facts import lines_of_fate
-    from evener.explain.lines import parse
     from evener.explain.read import Raw
 
     chosen, known = list(selections), list(fates)
     raws = [raw for selection in chosen for raw in selection.lines]
     raws += [Raw(f"rank{fate.rank}.json", 0, line) for fate in known for line in lines_of_fate(fate)]
-    return explain_lines(list(parse(raws)), sum(selection.lines_total for selection in chosen), language, known)
+    return _explained(raws, sum(selection.lines_total for selection in chosen), language, known)
 
 
 def explain_text(text: str, language: str = "en") -> Explanation:
     """The explanation of a text in memory, read as a whole."""
-    from evener.explain.lines import parse
     from evener.explain.read import Raw
 
     raws = [Raw("", number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    return explain_lines(list(parse(raws)), len(raws), language)
+    return _explained(raws, len(raws), language, ())
+
+
+def _explained(raws: Iterable[Raw], lines_total: int, language: str, fates: Iterable[Fate]) -> Explanation:
+    from evener.explain.answer import explain_root
+    from evener.explain.facts import Facts
+    from evener.explain.lines import parse
+    from evener.explain.root import find_root
+
+    found = Facts(list(parse(raws)), lines_total, fates)
+    return explain_root(find_root(found), found, language)
 
 
 def explain_error(error: BaseException, *, language: str | None = None) -> Explanation:
@@ -63,8 +59,7 @@ def explain_error(error: BaseException, *, language: str | None = None) -> Expla
     """
     import traceback
 
-    text = "".join(traceback.format_exception(error))
-    return explain_text(text, language or preferred_language())
+    return explain_text("".join(traceback.format_exception(error)), language or preferred_language())
 
 
 def preferred_language() -> str:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import functools
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evener.explain.decide import listed
 from evener.explain.facts import Facts
-from evener.explain.kinds import STAGES, all_kinds, texts_of
+from evener.explain.kinds import LISTS, STAGES, texts_of
 from evener.explain.lines import Line
 from evener.explain.match import Match
 from evener.explain.root import Root
 
-EVIDENCE = 8
-CONSEQUENCES = 6
+EVIDENCE, CONSEQUENCES = 8, 6
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,15 @@ class Explanation:
     culprit: str
     confidence: str
     summary: str
-    evidence: tuple[tuple[int | None, str | None, str], ...]
-    cause: tuple[str, ...]
-    fix: tuple[str, ...]
-    confirm: tuple[str, ...]
-    avoid: tuple[str, ...]
-    consequences: tuple[str, ...]
-    alternatives: tuple[str, ...]
-    or_else: tuple[str, ...]
-    language: str
+    evidence: tuple[tuple[int | None, str | None, str], ...] = ()
+    cause: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+    confirm: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
+    consequences: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
+    or_else: tuple[str, ...] = ()
+    language: str = "en"
 
     def to_json(self) -> dict[str, Any]:
         """The contract: every field but the language and `or_else`, the cause as one text."""
@@ -63,116 +62,82 @@ class Explanation:
 @functools.cache
 def words(language: str) -> Mapping[str, str]:
     """The fixed words of the answer: headings and phrases."""
-    path = Path(__file__).with_name("words.toml")
-    return dict(tomllib.loads(path.read_text("utf-8"))[language])
+    return dict(tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8"))[language])
 
 
 def explain_root(root: Root | None, facts: Facts, language: str = "en") -> Explanation:
     say = words(language)
     if root is None:
         nothing = say["nothing"].format(lines=facts.lines_total)
-        return Explanation(
-            None, None, None, False, say["no_culprit"], "none", nothing, (), (), (), (), (), (), (), (), language
-        )
-    match = root.match
+        return Explanation(None, None, None, False, say["no_culprit"], "none", nothing, language=language)
+    match, kind = root.match, root.match.kind
     several = len(facts.ranks) > 1 or len({line.rank for line in facts.lines}) > 1 or (facts.world_size or 1) > 1
     known = match.known if match.known is not None else (match.rank is not None or not several)
-    values = _values(match)
-    texts = texts_of(match.kind, match.sub, language, values)
-    fix = list(texts["fix"])
-    if "fix" in match.values:
-        fix = [line for line in match.values["fix"].splitlines() if line]
+    texts = texts_of(kind, match.sub, language, _values(match))
+    if "fix" in match.values:  # evener's own error brings its own
+        texts["fix"] = [line for line in match.values["fix"].splitlines() if line]
+    named = known and match.rank is not None
+    summary = say["on_rank"].format(rank=_ranks(match.rank, say), what=texts["title"]) if named else texts["title"]
+    # The same failure of the same process again, in a record or a second traceback, is no consequence.
+    again = [one for one in root.consequences if one.kind is kind and one.line.rank == match.rank is not None]
     return Explanation(
-        kind=match.kind.name,
-        sub_cause=match.sub,
-        culprit_rank=match.rank,
-        culprit_known=known,
-        culprit=_culprit(match, known, say),
-        confidence=match.confidence,
-        summary=_summary(match, known, texts["title"], say),
-        evidence=tuple(_shown(line, facts) for line in _unique(match.evidence)[:EVIDENCE]),
-        cause=tuple(texts["cause"]),
-        fix=tuple(fix),
-        confirm=tuple(texts["confirm"]),
-        avoid=tuple(texts["avoid"]),
-        consequences=_consequences([one for one in root.consequences if not _said(one, match)], facts, language),
+        kind.name,
+        match.sub,
+        match.rank,
+        known,
+        _culprit(match, known, say),
+        match.confidence,
+        summary[:1].upper() + summary[1:],
+        evidence=tuple(_shown(match.evidence, facts)),
+        consequences=tuple(_consequences([one for one in root.consequences if one not in again], language)),
         alternatives=tuple(root.alternatives),
-        or_else=tuple(texts["or_else"]),
         language=language,
+        **{key: tuple(texts[key]) for key in LISTS},
     )
 
 
 def _values(match: Match) -> dict[str, str]:
-    values = dict(match.values)
-    if match.rank is not None:
-        values.setdefault("rank", listed(match.rank) if isinstance(match.rank, list) else str(match.rank))
-    return values
+    return match.values if match.rank is None else {"rank": listed(match.rank), **match.values}
 
 
-def _summary(match: Match, known: bool, title: str, say: Mapping[str, str]) -> str:
-    if isinstance(match.rank, int) and known:
-        return say["on_rank"].format(rank=match.rank, what=title)
-    if isinstance(match.rank, list) and known and len(match.rank) > 1:
-        return say["on_ranks"].format(ranks=listed(match.rank), what=title)
-    return title[:1].upper() + title[1:]
+def _ranks(ranks: int | list[int] | None, say: Mapping[str, str]) -> str:
+    """ "rank 3", "ranks 0, 2", or nothing."""
+    if ranks is None or ranks == []:
+        return ""
+    several = isinstance(ranks, list) and len(ranks) > 1
+    return say["ranks" if several else "rank"].format(ranks=listed(ranks), rank=listed(ranks))
 
 
 def _culprit(match: Match, known: bool, say: Mapping[str, str]) -> str:
     if not known:
-        text = say["not_here"]
-        if match.rank is not None:
-            ranks = match.rank if isinstance(match.rank, list) else [match.rank]
-            text += " " + say["suspects"].format(ranks=listed(ranks))
-        return text + " " + say["fetch"]
-    parts = []
-    if isinstance(match.rank, list):
-        parts.append(say["ranks"].format(ranks=listed(match.rank)))
-    elif match.rank is not None:
-        parts.append(say["rank"].format(rank=match.rank))
-    host = match.ended.host if match.ended else match.line.host
-    pid = match.ended.pid if match.ended else match.line.pid
-    if host:
-        parts.append(say["host"].format(host=host))
-    if pid:
-        parts.append(f"pid {pid}")
-    return ", ".join(parts) or say["this_process"]
+        suspects = [] if match.rank is None else [say["suspects"].format(ranks=_ranks(match.rank, say))]
+        return " ".join([say["not_here"], *suspects, say["fetch"]])
+    where = match.ended or match.line
+    host, pid = say["host"].format(host=where.host) if where.host else "", f"pid {where.pid}" if where.pid else ""
+    return ", ".join(filter(None, (_ranks(match.rank, say), host, pid))) or say["this_process"]
 
 
-def _unique(lines: list[Line]) -> list[Line]:
-    found: dict[tuple[str, int, str], Line] = {}
-    for line in lines:
-        if line.shown:
-            found.setdefault((line.source, line.number, line.text), line)
-    return sorted(found.values(), key=lambda line: line.order)
-
-
-def _shown(line: Line, facts: Facts) -> tuple[int | None, str | None, str]:
+def _shown(lines: Iterable[Line], facts: Facts) -> Iterable[tuple[int | None, str | None, str]]:
+    """The evidence, every line once, in the order of the text."""
     several = len({one.source for one in facts.lines}) > 1
-    text = line.shown if len(line.shown) <= 400 else line.shown[:399] + "…"
-    return (line.number or None, line.source if several else None, text)
+    once = {(line.source, line.number, line.text): line for line in lines if line.shown}
+    for line in sorted(once.values(), key=lambda line: line.order)[:EVIDENCE]:
+        text = line.shown if len(line.shown) <= 400 else line.shown[:399] + "…"
+        yield line.number or None, line.source if several else None, text
 
 
-def _said(one: Match, root: Match) -> bool:
-    """The same failure of the same process again, in a record or a second traceback."""
-    return one.kind is root.kind and root.rank is not None and one.line.rank == root.rank
-
-
-def _consequences(matches: list[Match], facts: Facts, language: str) -> tuple[str, ...]:
+def _consequences(matches: list[Match], language: str) -> Iterable[str]:
     """One line for each kind that followed, with its ranks."""
     say = words(language)
     groups: dict[str, list[Match]] = {}
     for match in matches:
         if match.stage < STAGES.index("condition"):
             groups.setdefault(match.kind.name, []).append(match)
-    found = []
     for name, some in list(groups.items())[:CONSEQUENCES]:
-        ranks = sorted({one.line.rank for one in some if one.line.rank is not None})
-        title = texts_of(all_kinds()[name], some[0].sub, language, _values(some[0]))["title"]
-        who = say["ranks"].format(ranks=listed(ranks)) if len(ranks) > 1 else ""
-        who = say["rank"].format(rank=ranks[0]) if len(ranks) == 1 else who
-        where = say["line"].format(line=some[0].line.number) if some[0].line.number else ""
-        found.append(" · ".join(part for part in (name, who, title, where) if part))
-    return tuple(found)
+        first, ranks = some[0], sorted({one.line.rank for one in some if one.line.rank is not None})
+        title = texts_of(first.kind, first.sub, language, _values(first))["title"]
+        where = say["line"].format(line=first.line.number) if first.line.number else ""
+        yield " · ".join(part for part in (name, _ranks(ranks, say), title, where) if part)
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
@@ -185,7 +150,7 @@ def to_text(answer: Explanation, *, color: bool = False, width: int = 100) -> st
     say = words(answer.language)
 
     def paint(text: str, code: str) -> str:
-        return f"{code}{text}{_OFF}" if color else text
+        return f"{code}{text}{_OFF}" if color and code else text
 
     out = [paint(answer.summary, _BOLD + _RED if answer.kind else _BOLD)]
     if answer.kind is None:
@@ -193,32 +158,26 @@ def to_text(answer: Explanation, *, color: bool = False, width: int = 100) -> st
     label = f"{answer.kind} ({answer.sub_cause})" if answer.sub_cause else answer.kind
     out.append(paint(f"{label} · {say['confidence']}: {say[answer.confidence]}", _DIM))
     out += ["", f"{paint(say['culprit'], _BOLD)}  {answer.culprit}"]
-
-    def section(heading: str, items: list[str], mark: str = "- ", *, wrapped: bool = True, code: str = "") -> None:
-        if items:
-            out.extend(["", paint(say[heading], _BOLD)])
-            for item in items:
-                lines = _wrap(item, width - 4) if wrapped else [item]
-                out.extend(
-                    f"  {mark if n == 0 else ' ' * len(mark)}{paint(line, code)}" for n, line in enumerate(lines)
-                )
-
-    evidence = []
-    for number, source, text in answer.evidence:
-        where = ":".join(str(part) for part in (source, number) if part is not None)
-        evidence.append(f"{where}: {text}" if where else text)
-    section("evidence", evidence, "", wrapped=False, code=_DIM)
-    section("cause", list(answer.cause), "")
-    section("or_else", [*answer.or_else, *([", ".join(answer.alternatives)] if answer.alternatives else [])])
-    section("fix", list(answer.fix), code=_GREEN)
-    section("confirm", list(answer.confirm))
-    section("avoid", list(answer.avoid))
-    section("consequences", list(answer.consequences), code=_DIM)
+    places = (":".join(str(part) for part in (source, number) if part) for number, source, _ in answer.evidence)
+    evidence = [f"{where}: {text}" if where else text for where, (_, _, text) in zip(places, answer.evidence)]
+    alternatives = [", ".join(answer.alternatives)] if answer.alternatives else []
+    for heading, items, mark, code in (
+        ("evidence", evidence, "", _DIM),
+        ("cause", answer.cause, "", ""),
+        ("or_else", [*answer.or_else, *alternatives], "- ", ""),
+        ("fix", answer.fix, "- ", _GREEN),
+        ("confirm", answer.confirm, "- ", ""),
+        ("avoid", answer.avoid, "- ", ""),
+        ("consequences", answer.consequences, "- ", _DIM),
+    ):
+        out += ["", paint(say[heading], _BOLD)] if items else []
+        for item in items:
+            lines = [item] if heading == "evidence" else _wrap(item, width - 4)
+            out += [f"  {' ' * len(mark) if n else mark}{paint(line, code)}" for n, line in enumerate(lines)]
     return "\n".join(out)
 
 
 def _wrap(text: str, width: int) -> list[str]:
     if not text.isascii():  # Chinese has no spaces to break at, and every character is two cells wide
         return [text]
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width, break_long_words=False) or [""]]
-    return lines or [""]
+    return [part for line in text.splitlines() for part in textwrap.wrap(line, width, break_long_words=False)] or [""]

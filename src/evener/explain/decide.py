@@ -7,7 +7,7 @@ returns False when the signature was a false alarm.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from evener.explain import oom
 from evener.explain.facts import Facts, Waited
@@ -15,6 +15,11 @@ from evener.explain.kinds import STAGES
 from evener.explain.match import Match
 
 LATE = STAGES.index("messenger")
+_SLOW = re.compile(
+    r"(?i)\b(sav(?:e|ing)\b[\w ]{0,20}(?:checkpoint|model|state)|save_checkpoint|evaluat\w+|validat\w+|"
+    r"generat(?:e|ing) samples|tokeniz\w+|preprocess\w+|download\w+|loading (?:dataset|checkpoint shards))"
+)
+_LOST = re.compile(r"(?i)closed by peer|reset by peer|connection refused|broken pipe|timed out|ncclRemoteError")
 
 
 def memory(match: Match, facts: Facts) -> bool:
@@ -31,14 +36,14 @@ def memory(match: Match, facts: Facts) -> bool:
 def timeout(match: Match, facts: Facts) -> bool:
     """Who did not come: compared within one process group; the silent rank is suspected."""
     waits = [one for one in facts.waited if one.rank is not None]
-    if match.ended is not None and not waits:
-        match.confidence, match.known, match.rank = "low", False, None
-        match.sub, match.alternatives = "abort", ["native-abort", "illegal-memory-access"]
-        return True
     match.rank, match.known = None, False
-    for one in facts.waited[:8]:
-        if one.line not in match.evidence:
-            match.evidence.append(one.line)
+    if match.ended is not None and not waits:
+        match.sub, match.confidence, match.alternatives = "abort", "low", ["native-abort", "illegal-memory-access"]
+        return True
+    if named := re.search(r"[Rr]anks? ([\d, ]+) failed to pass|send/recv from rank (\d+)", match.flat):
+        _blame(match, map(int, re.findall(r"\d+", named[0])), "absent", "behind", known=True)
+        return True
+    match.evidence += [one.line for one in facts.waited[:8] if one.line not in match.evidence]
     by_group: dict[str, list[Waited]] = {}
     for one in waits:
         by_group.setdefault(one.group, []).append(one)
@@ -49,82 +54,69 @@ def timeout(match: Match, facts: Facts) -> bool:
                 match.values.setdefault(name, str(value))
         if one.limit_ms:
             match.values.setdefault("minutes", f"{one.limit_ms / 60000:g}")
-    waiting = sorted({one.rank for one in some if one.rank is not None})
+    waiting = {one.rank for one in some if one.rank is not None}
     if not waits:  # gloo says it in an exception of the rank that waited
         said = {one.lines[0].rank for one in facts.raised if re.search(r"(?i)timed? ?out", one.text)}
-        waiting = sorted(rank for rank in said if rank is not None)
-        silent = sorted(facts.ranks - said)
-        if waiting and silent:
-            match.values["silent"], match.sub = listed(silent), "silent"
-            match.rank = one_or_all(silent)
+        waiting = {rank for rank in said if rank is not None}
+        if waiting and facts.ranks - waiting:
+            _blame(match, facts.ranks - waiting, "silent", "silent")
     if waiting:
-        match.values["waiting"] = listed(waiting)
-    behind = _behind(some)
-    if behind is not None:
-        match.rank, match.known, match.sub = behind.rank, True, "behind"
-        match.values["behind"] = str(behind.rank)
+        match.values["waiting"] = listed(sorted(waiting))
+    calls = {(one.operation, one.elements) for one in some if one.sequence is not None}
+    silent = set(range(facts.world_size or 0)) - waiting
+    if (behind := _behind(some)) is not None:
+        _blame(match, [behind], "behind", "behind", known=True)
         return True
-    if len({(one.operation, one.elements) for one in some if one.sequence is not None}) > 1 and len(some) > 1:
+    if len(calls) > 1:
         match.sub = "different-calls"
         return True
-    if facts.world_size and waiting:
-        silent = sorted(set(range(facts.world_size)) - set(waiting))
-        if silent and len(silent) < facts.world_size:
-            match.values["silent"] = listed(silent)
-            match.rank, match.known = one_or_all(silent), len(silent) == 1
-            match.sub = "silent"
-            return True
-    if any(one.elements == 1 for one in some) or re.search(r"barrier|monitored", match.flat, re.IGNORECASE):
+    if waiting and silent:
+        _blame(match, silent, "silent", "silent", known=len(silent) == 1)
+        return True
+    if any(one.elements == 1 for one in some) or re.search(r"(?i)barrier|monitored", match.flat):
         match.sub = "barrier"
     elif len(some) > 1 and len({one.sequence for one in some if one.sequence is not None}) == 1:
         match.sub = "same-sequence"
-    if match.sub in (None, "barrier") and (phase := _phase(facts)):
-        match.sub, match.values["phase"] = "slow-phase", phase
+    phase = _SLOW.search("\n".join(line.text for line in facts.lines[-300:]))
+    if match.sub in (None, "barrier") and phase:
+        match.sub, match.values["phase"] = "slow-phase", phase[1]
     if match.sub in ("barrier", "slow-phase") and waiting and 0 not in waiting:
         match.rank = 0  # who saves and evaluates is nearly always rank 0: suspected, not known
     return True
 
 
-def _behind(waits: list[Waited]) -> Waited | None:
+def _blame(match: Match, ranks: Iterable[int], sub: str, value: str, *, known: bool = False) -> None:
+    found = sorted(ranks)
+    match.rank, match.known, match.sub, match.values[value] = one_or_all(found), known, sub, listed(found)
+
+
+def _behind(waits: list[Waited]) -> int | None:
     """The one rank that had enqueued or begun less than the others."""
     for key in ("last_enqueued", "last_completed", "sequence"):
-        known = [(getattr(one, key), one) for one in waits if getattr(one, key) is not None]
-        if len(known) < 2:
-            continue
+        known = [(value, one.rank) for one in waits if (value := getattr(one, key)) is not None]
         known.sort(key=lambda pair: int(pair[0]))
-        if known[0][0] < known[1][0]:
+        if len(known) > 1 and known[0][0] < known[1][0]:
             return known[0][1]
-        if key == "last_enqueued" and known[0][0] != known[-1][0]:
+        if key == "last_enqueued" and known and known[0][0] != known[-1][0]:
             return None
     return None
-
-
-def _phase(facts: Facts) -> str | None:
-    text = "\n".join(line.text for line in facts.lines[-300:])
-    found = re.search(
-        r"(?i)\b(sav(?:e|ing)\b[\w ]{0,20}(?:checkpoint|model|state)|save_checkpoint|evaluat\w+|validat\w+|"
-        r"generat(?:e|ing) samples|tokeniz\w+|preprocess\w+|download\w+|loading (?:dataset|checkpoint shards))",
-        text,
-    )
-    return found[1] if found else None
 
 
 def desync(match: Match, facts: Facts) -> bool:
     """A count of 0 or an absurd one is what a rank reads from a peer that is gone; the peer is the cause."""
     found = re.search(r"[Rr]ank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+)", match.flat)
     if found:
-        _, mine, other, theirs = (int(number) for number in found.groups())
+        _, mine, match.rank, theirs = (int(number) for number in found.groups())
         match.values |= {"params": found[2], "other": found[3], "other_params": found[4]}
-        match.rank = other
         if theirs == 0 or theirs > 50 * max(mine, 1) or mine > 50 * max(theirs, 1):
             match.sub, match.stage, match.confidence = "dead-peer", LATE, "medium"
         return True
     if re.search(r"Detected mismatch between collectives|EnforceNotMet|op\.preamble\.length", match.flat):
-        match.sub, match.rank = "collective", None  # who reports it need not be who differs
+        match.sub, match.rank, match.known = "collective", None, False  # who reports it need not be who differs
         both = re.search(r"[Rr]ank (\d+) is running (.{0,120}?), but [Rr]ank (\d+) is running", match.flat)
         if both:
-            match.rank, match.values["operation"] = sorted({int(both[1]), int(both[3])}), both[2][:60]
-        match.known = match.rank is not None
+            match.rank, match.known = sorted({int(both[1]), int(both[3])}), True
+            match.values["operation"] = both[2][:60]
     if found := re.search(r"\[(\d+)\]: params?\[(\d+)\] in this process", match.flat):
         match.rank, match.values["parameter"] = int(found[1]), found[2]
     return True
@@ -132,7 +124,7 @@ def desync(match: Match, facts: Facts) -> bool:
 
 def scale(match: Match, facts: Facts) -> bool:
     """One skipped step is the scaler at work; scales that only fall are values that are not finite."""
-    falls = re.compile(r"reducing loss scale (?:from \S+ )?to ([\d.e+-]+\d)")
+    falls = re.compile(r"reducing (?:loss scale )?(?:from \S+ )?to ([\d.e+-]+\d)")
     scales = [float(found[1]) for line in facts.lines if (found := falls.search(line.text))]
     skips = len(scales) or len(re.findall(r"(?i)overflow", match.flat))
     match.values |= {"skips": str(skips), "scale": f"{scales[-1]:g}" if scales else ""}
@@ -140,14 +132,12 @@ def scale(match: Match, facts: Facts) -> bool:
         match.sub = "collapse"
         return True
     match.sub, match.confidence = "isolated", "high"
-    lines = max(1, facts.lines_total)
-    return skips * 5 >= lines  # in a long log it is not worth a word
+    return skips * 5 >= max(1, facts.lines_total)  # in a long log it is not worth a word
 
 
 def keys(match: Match, facts: Facts) -> bool:
     """Keys that differ by a prefix, or really."""
-    missing = _names(match.flat, "Missing")
-    unexpected = _names(match.flat, "Unexpected")
+    missing, unexpected = _names(match.flat, "Missing"), _names(match.flat, "Unexpected")
     match.values |= {"missing": str(len(missing) or ""), "unexpected": str(len(unexpected) or "")}
     if re.search(r"size mismatch for", match.flat) and not (missing or unexpected):
         match.become("ckpt-size-mismatch")
@@ -167,24 +157,23 @@ def keys(match: Match, facts: Facts) -> bool:
 
 
 def _names(text: str, which: str) -> set[str]:
-    found = re.search(
-        rf"{which} key\(s\) in state_dict:?(.*?)(?=(?:Missing|Unexpected) key|size mismatch|\Z)", text, re.DOTALL
-    )
+    end = r"(?=(?:Missing|Unexpected) key|size mismatch|\Z)"
+    found = re.search(rf"{which} key\(s\) in state_dict:?(.*?){end}", text, re.DOTALL)
     return set(re.findall(r"[\"']([\w.]+)[\"']", found[1])) if found else set()
 
 
 def port(match: Match, facts: Facts) -> bool:
     """Four causes: another job; a launcher per task; every worker thinks it is rank 0; a port in the code."""
     said = re.search(r"(?:port:? ?|:)(\d{3,5})\b(?=[ ,.(]|$)", match.flat)
-    if said:
-        match.values["port"] = said[1]
-    everything = facts.everything
-    binders = {line.rank for line in facts.lines if re.search(r"EADDRINUSE|errno: 98|already in use", line.text)}
-    if re.search(r"\bSLURM|srun:|slurmstepd", everything):
+    match.values["port"] = said[1] if said else ""
+    given = re.search(r"MASTER_PORT[=: '\"]+(\d+)|master[_-]port[= ](\d+)", facts.everything)
+    taken = re.compile(r"EADDRINUSE|errno: 98|already in use")
+    binders = {line.rank for line in facts.lines if line.rank is not None and taken.search(line.text)}
+    if re.search(r"\bSLURM|srun:|slurmstepd", facts.everything):
         match.sub = "launcher-per-task"
-    elif len(binders - {None}) > 1:
-        match.sub, match.rank = "all-are-rank-0", sorted(rank for rank in binders if rank is not None)
-    elif said and (given := re.search(r"MASTER_PORT[=: '\"]+(\d+)|master[_-]port[= ](\d+)", everything)):
+    elif len(binders) > 1:
+        match.sub, match.rank = "all-are-rank-0", sorted(binders)
+    elif said and given:
         match.sub = "port-in-code" if said[1] not in given.groups() else "other-job"
     elif said and said[1] == "29500":
         match.sub = "other-job"
@@ -198,17 +187,12 @@ def duplicate(match: Match, facts: Facts) -> bool:
         match.values |= {"ranks": listed(match.rank), "bus": found[3]}
         if len(found[3]) <= 8:
             match.values["pci"] = f"{int(found[3], 16) >> 12:02x}"
-    everything = facts.everything
-    if re.search(r"SLURM|srun", everything) or (
-        found and any(re.match(r"\d+: ", line.shown) for line in match.evidence)
-    ):
+    by_task = found and any(re.match(r"\d+: ", line.shown) for line in match.evidence)
+    if by_task or re.search(r"SLURM|srun", facts.everything):
         match.sub = "slurm"
-    elif re.search(r"device\s*=\s*['\"]cuda(?::0)?['\"]|\.cuda\(0\)|set_device\(0\)", everything):
+    elif re.search(r"device\s*=\s*['\"]cuda(?::0)?['\"]|\.cuda\(0\)|set_device\(0\)", facts.everything):
         match.sub = "hard-coded"
     return True
-
-
-_LOST = re.compile(r"(?i)closed by peer|reset by peer|connection refused|broken pipe|timed out|ncclRemoteError")
 
 
 def messenger(match: Match, facts: Facts) -> bool:
@@ -220,10 +204,10 @@ def messenger(match: Match, facts: Facts) -> bool:
         match.become("torchrun-hidden-root-cause")
         match.stage = LATE
         return launcher(match, facts)
-    for rank in sorted(facts.ranks - victims):
-        ended = [one for one in facts.ended if one.rank == rank]
-        if victims and len(facts.ranks) == len(victims) + 1 and (ended or facts.world_size == len(facts.ranks)):
-            match.rank, match.known = rank, bool(ended)
+    rest = facts.ranks - victims
+    ended = any(one.rank in rest for one in facts.ended)
+    if victims and len(rest) == 1 and (ended or facts.world_size == len(facts.ranks)):
+        match.rank, match.known = min(rest), ended
     if found := re.search(r"(?:peer|from|with|localRank) \[?([\w.:-]+?)\]?<(\d+)>|by peer \[([^\]]+)\]", match.flat):
         match.values["peer"] = found[1] or found[3]
     return True
@@ -231,18 +215,20 @@ def messenger(match: Match, facts: Facts) -> bool:
 
 def launcher(match: Match, facts: Facts) -> bool:
     """Only a launcher speaks. The process that ended by itself is named, as far as it can be."""
-    own = [one for one in facts.ended if one.code not in (-15, -2) and one.pid not in facts.stopped]
     victims = {one.lines[0].rank for one in facts.raised if _LOST.search(one.text)}
     tables = {one.local_rank: one.rank for one in facts.ended if one.summary}
-    guilty = [one for one in own if (one.rank if one.rank is not None else tables.get(one.local_rank)) not in victims]
-    named = [one for one in guilty if one.who is not None]
+    named = [
+        one
+        for one in facts.ended
+        if one.code not in (-15, -2) and one.pid not in facts.stopped and one.who is not None
+        if (one.rank if one.rank is not None else tables.get(one.local_rank)) not in victims
+    ]
     if named:
         first = min(named, key=lambda one: (one.summary, one.line.order))
         match.rank = tables.get(first.local_rank, first.who) if first.rank is None else first.who
         match.known = True
         match.values |= {"code": str(first.code), "pid": str(first.pid or "")}
-        if first.line not in match.evidence:
-            match.evidence.insert(0, first.line)
+        match.evidence = [first.line, *match.evidence]
         return True
     told = sorted(rank for rank in victims if rank is not None)
     rest = sorted(({rank for rank in tables.values() if rank is not None} or facts.ranks) - victims) if victims else []
@@ -252,21 +238,26 @@ def launcher(match: Match, facts: Facts) -> bool:
     return True
 
 
+def stopped(match: Match, facts: Facts) -> bool:
+    """A launcher that was asked to stop, before any rank had failed, has written down where each rank stood."""
+    if match.line.text.startswith("evener: stopped by SIG"):
+        match.stage, match.confidence, match.rank, match.known = 0, "high", None, False
+        match.evidence += [line for line in facts.lines if line.source == match.line.source and line is not match.line]
+        if found := re.search(r"look at ranks? ([\d, -]+): the others", match.flat):
+            spans = [part.split("-") for part in found[1].split(", ")]
+            match.rank = one_or_all([rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)])
+    return True
+
+
 def own_error(match: Match, facts: Facts) -> bool:
     """evener's own errors carry their evidence and fix: they are handed through."""
-    lines = match.text.splitlines()
-    cause = re.sub(r"^(?:evener: |evener\.errors\.\w+: |\w+Error: )+", "", lines[0]).strip() if lines else ""
-    fixes: list[str] = []
-    evidence: list[str] = []
-    fixing = False
-    for line in lines[1:]:
-        if not line.startswith("  "):
-            break
-        fixing = fixing or line.strip().startswith("fix: ")
-        if re.match(r" +at \S+:\d+", line):
-            continue
-        (fixes if fixing else evidence).append(re.sub(r"^fix: ", "", line.strip()))
-    match.values |= {"message": cause, "told": "; ".join(evidence), "fix": "\n".join(fixes)}
+    first, *more = match.text.splitlines() or [""]
+    cause = re.sub(r"^(?:evener: |evener\.errors\.\w+: |\w+Error: )+", "", first).strip()
+    end = next((n for n, line in enumerate(more) if not line.startswith("  ")), len(more))
+    told = [line.strip() for line in more[:end] if not re.match(r" +at \S+:\d+", line)]
+    begin = next((n for n, line in enumerate(told) if line.startswith("fix: ")), len(told))
+    fixes = [line.removeprefix("fix: ") for line in told[begin:]]
+    match.values |= {"message": cause, "told": "; ".join(told[:begin]), "fix": "\n".join(fixes)}
     return bool(cause)
 
 
@@ -275,10 +266,10 @@ def plain_exception(match: Match, facts: Facts) -> bool:
     if raised is None:
         return True
     kind, message = raised.links[0]
-    if kind.rpartition(".")[2] in ("SystemExit", "KeyboardInterrupt"):
-        return kind.endswith("KeyboardInterrupt") and bool(raised.frames)
-    first = message.splitlines()[0] if message else ""
-    match.values |= {"type": kind.rpartition(".")[2], "message": first[:300]}
+    name = kind.rpartition(".")[2]
+    if name in ("SystemExit", "KeyboardInterrupt"):
+        return name == "KeyboardInterrupt" and bool(raised.frames)
+    match.values |= {"type": name, "message": message.partition("\n")[0][:300]}
     # torchrun's closing table says nothing of it; `evener run` has recorded every rank's exception.
     if any(one.summary for one in facts.ended) and not facts.fates:
         match.become("torchrun-hidden-root-cause")
@@ -294,10 +285,10 @@ def one_or_all(ranks: list[int]) -> int | list[int]:
     return ranks[0] if len(ranks) == 1 else ranks
 
 
-def listed(ranks: list[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
+def listed(ranks: int | list[int]) -> str:
+    return ", ".join(map(str, ranks if isinstance(ranks, list) else [ranks]))
 
 
 _ALL: tuple[Callable[[Match, Facts], bool], ...] = (memory, timeout, desync, scale, keys, port, duplicate, messenger)
-_ALL += (launcher, own_error, plain_exception)
+_ALL += (launcher, stopped, own_error, plain_exception)
 DECISIONS = {function.__name__: function for function in _ALL}

@@ -5,13 +5,13 @@ Everything has its lines, its rank where the text says one, and its place in tim
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from evener.explain.lines import Line, Stream
+from evener.explain.lines import Line, streams_of
 
 _TRACEBACK = re.compile(r"(?:Original )?Traceback \(most recent call last\)|Original Traceback|^Traceback")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
@@ -29,8 +29,7 @@ _NOT_RAISED = ("Warning", "ChildFailedError", "CalledProcessError", "ProcessRais
 _SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     file: str
     line: int
     function: str
@@ -76,7 +75,6 @@ class Ended:
     pid: int | None = None
     host: str | None = None
     summary: bool = False  # from torchrun's closing table, whose order tells nothing
-    error: str = ""
 
     @property
     def who(self) -> int | None:
@@ -119,46 +117,27 @@ class Fate:
     tracebacks: tuple[tuple[str, str, str], ...] = ()
 
 
-@dataclass
 class Facts:
-    """All facts of a text."""
+    """All facts of a text. stopped: process ids that a launcher ended; ranks: that wrote or were told about."""
 
-    lines: list[Line]
-    streams: list[Stream]
-    raised: list[Raised] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-    waited: list[Waited] = field(default_factory=list)
-    stopped: set[int] = field(default_factory=set)  # process ids that a launcher ended
-    ranks: set[int] = field(default_factory=set)  # that wrote anything or were told about
-    world_size: int | None = None
-    lines_total: int = 0
-    fates: dict[int, Fate] = field(default_factory=dict)
-
-    @functools.cached_property
-    def everything(self) -> str:
-        """All lines as one text: what stands far from a message may say what is behind it."""
-        return "\n".join(line.text for line in self.lines)
-
-
-def gather(lines: list[Line], streams: list[Stream], lines_total: int, fates: Iterable[Fate] = ()) -> Facts:
-    facts = Facts(lines, streams, lines_total=lines_total, fates={fate.rank: fate for fate in fates})
-    once: dict[object, Raised] = {}
-    for one in [one for stream in streams for one in _exceptions(stream.lines)]:
-        # A rank's log and its record have the same exception.
-        once.setdefault((one.lines[-1].rank, one.type, one.links[-1][1][:200]) if facts.fates else id(one), one)
-    facts.raised += once.values()
-    facts.raised.sort(key=lambda one: one.lines[0].order)
-    facts.ended = [*_ends(lines), *_ends_of_fates(facts)]
-    facts.waited = _waits(lines)
-    facts.ranks |= {line.rank for line in lines if line.rank is not None}
-    facts.ranks |= {one.rank for one in facts.waited if one.rank is not None}
-    facts.ranks |= {one.rank for one in facts.ended if one.rank is not None}
-    for line in lines:
-        if "closing signal" in line.text and (match := re.search(r"process (\d+) closing signal", line.text)):
-            facts.stopped.add(int(match[1]))
-        for match in _WORLD.finditer(line.text):
-            facts.world_size = max(facts.world_size or 0, int(next(filter(None, match.groups()))))
-    return facts
+    def __init__(self, lines: list[Line], lines_total: int, fates: Iterable[Fate] = ()) -> None:
+        self.lines, self.lines_total = lines, lines_total
+        self.fates = {fate.rank: fate for fate in fates}
+        self.streams = streams_of(lines)
+        self.everything = "\n".join(line.text for line in lines)  # what stands far off may say what is behind a message
+        once: dict[object, Raised] = {}
+        for one in [one for stream in self.streams for one in _exceptions(stream.lines)]:
+            # A rank's log and its record have the same exception.
+            once.setdefault((one.lines[-1].rank, one.type, one.links[-1][1][:200]) if self.fates else id(one), one)
+        self.raised = sorted(once.values(), key=lambda one: one.lines[0].order)
+        self.stopped = {int(pid) for pid in re.findall(r"process (\d+) closing signal", self.everything)}
+        self.stopped |= {fate.pid for fate in self.fates.values() if fate.stopped and fate.pid is not None}
+        self.ended = [*_ends(lines), *_ends_of_fates(self.fates.values(), lines[-1].order + 1 if lines else 0)]
+        self.waited = _waits(lines)
+        told: list[Any] = [*lines, *self.waited, *self.ended, *self.fates.values()]
+        self.ranks: set[int] = {one.rank for one in told if one.rank is not None}
+        sizes = [int(next(filter(None, match.groups()))) for match in _WORLD.finditer(self.everything)]
+        self.world_size = max(sizes, default=None)
 
 
 _WORLD = re.compile(
@@ -182,25 +161,24 @@ def _exceptions(lines: list[Line]) -> list[Raised]:
         elif _TRACEBACK.search(text):
             frames = []
         elif match := _FRAME.match(text):
-            code = lines[i + 1].text.strip() if i + 1 < len(lines) and not _FRAME.match(lines[i + 1].text) else ""
-            code = "" if _EXCEPTION.match(code) else code
+            code = lines[i + 1].text.strip() if i + 1 < len(lines) else ""
+            code = "" if _FRAME.match(code) or _EXCEPTION.match(code) else code
             frames.append(Frame(match["file"], int(match["line"]), match["function"] or "", code))
         elif match := _exception(text, framed=bool(frames)):
-            kind, message = match["type"], match["message"] or ""
             taken = [lines[i]]
             while i + 1 < len(lines) and len(taken) < 40 and _continues(lines[i + 1], taken):
                 i += 1
                 taken.append(lines[i])
+            message = "\n".join([match["message"] or "", *(line.text for line in taken[1:])]).strip()
             if spawned is not None:
                 taken = [line if line.rank is not None else replace(line, rank=spawned) for line in taken]
-            message = "\n".join([message, *(line.text for line in taken[1:])]).strip()
             if passed_on := _SPAWNED.search(message):
                 spawned = int(passed_on[1])
-            one = Raised([(kind, message)], frames, taken)
+            one = Raised([(match["type"], message)], frames, taken)
             if chained and found:
                 last = found[-1]
                 found[-1] = Raised([*last.links, *one.links], [*last.frames, *one.frames], last.lines + one.lines)
-            elif not kind.endswith(_NOT_RAISED) or (frames and kind.endswith("Warning")):
+            elif not one.type.endswith(_NOT_RAISED) or (frames and one.type.endswith("Warning")):
                 found.append(one)
             chained, frames = False, []
         i += 1
@@ -209,14 +187,10 @@ def _exceptions(lines: list[Line]) -> list[Raised]:
 
 def _exception(text: str, *, framed: bool) -> re.Match[str] | None:
     if match := _EXCEPTION.match(text):
-        if match["message"] is None and not (framed or text.rstrip().endswith(":")):
-            return None  # a word alone on a line is an exception only at the end of a traceback
-        return match
-    if "rror: " in text or "xception: " in text or "teration: " in text:
-        match = _LATER.search(text)
-        if match and not match["type"].endswith(_NOT_RAISED):
-            return match
-    return None
+        # A word alone on a line is an exception only at the end of a traceback.
+        return match if framed or match["message"] is not None or text.rstrip().endswith(":") else None
+    match = _LATER.search(text) if re.search("(?:rror|xception|teration): ", text) else None
+    return match if match and not match["type"].endswith(_NOT_RAISED) else None
 
 
 def _continues(line: Line, taken: list[Line]) -> bool:
@@ -241,7 +215,6 @@ _AGENT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local
 _TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)")
 _TABLE_CODE = re.compile(r"^\s*exitcode\s*: (?P<code>-?\d+)(?: \(pid: (?P<pid>\d+)\))?")
 _TABLE_HOST = re.compile(r"^\s*host\s*: (?P<host>\S+)")
-_TABLE_ERROR = re.compile(r"^\s*(?:error_file|traceback)\s*: (?P<text>.*)")
 _ENDS = (
     re.compile(rf"[Pp]rocess (?P<rank>\d+) terminated with (?:signal (?P<name>{_NAMES})|exit code (?P<code>\d+))"),
     re.compile(rf"died with <Signals\.(?P<name>{_NAMES})"),
@@ -258,14 +231,14 @@ _ENDS = (
 _HINT = re.compile("exit|erminat|died|task|[Kk]illed|Bus err|Segment|Abort|Hangup|Floating|rank |returned|Illegal")
 
 
-def _ends(lines: Iterable[Line]) -> list[Ended]:
+def _ends(lines: list[Line]) -> list[Ended]:
     found: list[Ended] = []
     entry: Ended | None = None
     host: str | None = None
-    for n, line in enumerate(chosen := list(lines)):
+    for n, line in enumerate(lines):
         text = line.text
-        if "failed (exitcode" in text and n + 1 < len(chosen):
-            text = f"{text} {chosen[n + 1].text}"  # where a terminal has broken the line
+        if "failed (exitcode" in text and n + 1 < len(lines):
+            text = f"{text} {lines[n + 1].text}"  # where a terminal has broken the line
         if match := _AGENT.search(text):
             found.append(Ended(int(match["code"]), line, None, int(match["local"]), int(match["pid"])))
         elif match := _TABLE_HOST.match(text):
@@ -273,45 +246,33 @@ def _ends(lines: Iterable[Line]) -> list[Ended]:
         elif match := _TABLE_RANK.match(text):
             entry = Ended(0, line, int(match["rank"]), int(match["local"]), None, host, summary=True)
         elif entry is not None and (match := _TABLE_CODE.match(text)):
-            entry.code, entry.line = int(match["code"]), line
-            entry.pid = int(match["pid"]) if match["pid"] else None
+            entry.code, entry.line, entry.pid = int(match["code"]), line, int(match["pid"]) if match["pid"] else None
             found.append(entry)
-        elif entry is not None and (match := _TABLE_ERROR.match(text)):
-            entry.error += f"{match['text']}\n"
         elif _HINT.search(text) and (not re.search(r"\w+Error: ", text) or re.search("(terminated|died) with", text)):
             found += _end_in(line)  # not of an exception's message: its own kind says what it means
     return found
 
 
-def _ends_of_fates(facts: Facts) -> list[Ended]:
+def _ends_of_fates(fates: Collection[Fate], order: int) -> list[Ended]:
     """Ranks that ended without an exception of their own, from their launcher's record."""
-    found = []
-    facts.ranks |= facts.fates.keys()
-    order = facts.lines[-1].order + 1 if facts.lines else 0
-    over = any(one.how is not None or one.code is not None or one.stopped for one in facts.fates.values())
-    for fate in facts.fates.values():
-        if fate.stopped and fate.pid is not None:
-            facts.stopped.add(fate.pid)
-        quiet = fate.how in (None, "exit") or (fate.how == "finished" and fate.code not in (0, None))
-        # Where nobody's end is recorded, the job may still be running.
-        gone = over and fate.how is None and fate.code is None and not fate.stopped and fate.pid is not None
-        if not gone and (not quiet or fate.code is None or (fate.code == 0 and fate.how == "exit")):
-            continue
-        if gone:  # it was not there any more when the launcher stopped the others
-            fate = replace(fate, code=0)
-        assert fate.code is not None
-        if fate.code >= 0 and fate.tracebacks:
-            continue  # SystemExit with a message
-        said = f"rank {fate.rank} ended with exit code {fate.code}"
-        if fate.code < 0:
-            name = next((name for name, number in _SIGNALS.items() if number == -fate.code), str(-fate.code))
-            said = f"rank {fate.rank} was killed by {name} ({-fate.code})"
+    found: list[Ended] = []
+    over = any(one.how is not None or one.code is not None or one.stopped for one in fates)
+    for fate in fates:
+        code = fate.code
+        if over and fate.how is None and code is None and not fate.stopped and fate.pid is not None:
+            code = 0  # it was not there any more when the launcher stopped the others
+        quiet = fate.how in (None, "exit") or (fate.how == "finished" and code)
+        if not quiet or code is None or (code == 0 and fate.how == "exit") or (code >= 0 and fate.tracebacks):
+            continue  # nothing to tell, nobody knows (the job may still be running), or SystemExit with a message
+        said = f"rank {fate.rank} ended with exit code {code}"
+        if code < 0:
+            name = next((name for name, number in _SIGNALS.items() if number == -code), str(-code))
+            said = f"rank {fate.rank} was killed by {name} ({-code})"
         elif fate.how is None:
-            said = f"rank {fate.rank} left with exit code {fate.code} in the middle of the script"
-        line = Line(order, "record", 0, said, said, fate.rank, pid=fate.pid, seconds=fate.seconds)
-        code = LEFT if fate.how is None and fate.code in (0, 1) else fate.code
-        found.append(Ended(code, line, fate.rank, None, fate.pid))
-        order += 1
+            said = f"rank {fate.rank} left with exit code {code} in the middle of the script"
+        line = Line(order + len(found), "record", 0, said, said, fate.rank, pid=fate.pid, seconds=fate.seconds)
+        left = fate.how is None and code in (0, 1)
+        found.append(Ended(LEFT if left else code, line, fate.rank, None, fate.pid))
     return found
 
 
@@ -326,23 +287,16 @@ def lines_of_fate(fate: Fate) -> list[str]:
 
 
 def _end_in(line: Line) -> list[Ended]:
-    for pattern in _ENDS:
-        match = pattern.search(line.text)
-        if match is None:
-            continue
-        part = match.groupdict()
-        if part.get("name"):
-            code = -_SIGNALS[part["name"] or ""]
-        elif part.get("said"):
-            code = -_SAID[part["said"] or ""]
-        else:
-            code = int(part.get("code") or 0)
-            code = 128 - code if 128 < code < 160 else code
-        if code:
-            rank = int(part["rank"]) if part.get("rank") else line.rank
-            return [Ended(code, line, rank, pid=int(part["pid"]) if part.get("pid") else None, host=line.host)]
+    match = next((match for pattern in _ENDS if (match := pattern.search(line.text))), None)
+    if match is None:
         return []
-    return []
+    part = match.groupdict()
+    code = int(part.get("code") or 0)
+    code = 128 - code if 128 < code < 160 else code
+    if word := part.get("name") or part.get("said"):
+        code = -(_SIGNALS | _SAID)[word]
+    rank, pid = (int(part[key]) if part.get(key) else None for key in ("rank", "pid"))
+    return [Ended(code, line, line.rank if rank is None else rank, pid=pid, host=line.host)] if code else []
 
 
 # --- waiting --------------------------------------------------------------------------------------------------------
@@ -355,22 +309,22 @@ _PROGRESS = re.compile(
 )
 
 
-def _waits(lines: Iterable[Line]) -> list[Waited]:
+def _waits(lines: list[Line]) -> list[Waited]:
     """One per rank and process group, put together from the lines that tell about it."""
     found: dict[tuple[int | None, str], Waited] = {}
     groups: dict[int | None, str] = {}
-    for n, line in enumerate(chosen := list(lines)):
+    for n, line in enumerate(lines):
         text = line.text
         if ("Work" in text or "last enq" in text) and len(text) < 110:
-            text = " ".join(one.text for one in chosen[n : n + 3] if one.number <= line.number + 2)
-        if "imeout" not in text and "last enqueued" not in text and "timed out" not in text.lower():
+            text = " ".join(one.text for one in lines[n : n + 3] if one.number <= line.number + 2)
+        if not re.search("(?i)timeout|timed out|last enqueued", text):
             continue
         work, progress = _WORK.search(text), _PROGRESS.search(text)
         if work is None and progress is None:
             continue
-        said = _RANK.search(text)
+        said, group = _RANK.search(text), _GROUP.search(text)
         rank = int(said[1] or said[2]) if said else line.rank
-        if group := _GROUP.search(text):
+        if group:
             groups.setdefault(rank, group[1])
         key = (rank, group[1] if group else groups.get(rank, ""))
         if key not in found and key[1] and (rank, "") in found:

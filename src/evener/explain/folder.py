@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 
 from evener.errors import UsageError
 from evener.explain.read import Raw, Selection, read_file
@@ -17,7 +16,11 @@ MOST_FILES = 2000
 
 def read_folder(path: str) -> list[Selection]:
     """Everything below `path` that can say how a run ended. UsageError when there is nothing."""
-    files = sorted(_files(path))
+    files = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith((".", "checkpoint", "__"))]
+        told = (one for one in names if one == "events.jsonl" or (_LOG.search(one) and not _SKIPPED.search(one)))
+        files += [os.path.join(folder, name) for name in told]
     if not files:
         raise UsageError(
             f"{path} has no logs.",
@@ -27,14 +30,6 @@ def read_folder(path: str) -> list[Selection]:
     # The launcher speaks last: what ranks say themselves comes first in a tie.
     files.sort(key=lambda file: ("agent" in os.path.basename(file), file))
     return [_events(file) if file.endswith("events.jsonl") else read_file(file) for file in files[:MOST_FILES]]
-
-
-def _files(path: str) -> Iterator[str]:
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint", "__")))
-        for name in names:
-            if (_LOG.search(name) and not _SKIPPED.search(name)) or name == "events.jsonl":
-                yield os.path.join(folder, name)
 
 
 def _events(path: str) -> Selection:

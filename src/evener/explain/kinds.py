@@ -10,6 +10,7 @@ A kind's file (CONTRIBUTING.md has a page on adding one):
     values, everywhere    expressions whose named groups fill the {placeholders}: in the message, in the whole text
     culprit               "unknown" when the rank that says it is not the one that did it
     decide                a function of `decide.py`, where a regular expression cannot decide
+    shredded              phrases to look for where several processes wrote into each other's lines
     sub.NAME              sub-causes: `when` in the message or frames, `anywhere` in the text; texts, and where they
                           differ confidence and culprit, that replace the kind's own; the first that holds
     en, zh                title, cause, fix, confirm, avoid, or_else; a sentence with an empty placeholder is left out
@@ -41,8 +42,6 @@ STAGES = (
     "summary",  # the launcher says that something failed
     "condition",  # nothing failed here: a warning that explains something else
 )
-
-
 # "(in layer {name})": what is left out of a title when the figure is missing.
 ASIDE = re.compile(r" ?[(（][^()（）]*\{[a-z_]+\}[^()（）]*[)）]")
 
@@ -56,13 +55,10 @@ class Pattern:
 
     @classmethod
     def of(cls, source: str) -> Pattern:
-        spaced = re.sub(r"(?<!\\) (?![?*+{])", r"\\s+", source)
-        return cls(re.compile(spaced), longest_word(source))
+        return cls(re.compile(re.sub(r"(?<!\\) (?![?*+{])", r"\\s+", source)), longest_word(source))
 
     def find(self, text: str, lower: str) -> list[re.Match[str]]:
-        if self.word and self.word not in lower:
-            return []
-        return list(self.regex.finditer(text))
+        return list(self.regex.finditer(text)) if self.word in lower else []
 
     def search(self, text: str) -> re.Match[str] | None:
         return self.regex.search(text)
@@ -76,16 +72,20 @@ def longest_word(source: str) -> str:
     return max(re.findall(r"[A-Za-z]+", plain), key=len, default="").lower()
 
 
+Patterns = tuple[Pattern, ...]
+Texts = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Sub:
     """A sub-cause: when it holds, and the texts that replace the kind's own, by language."""
 
     name: str
-    when: tuple[Pattern, ...]
-    anywhere: tuple[Pattern, ...]
-    confidence: str | None
-    culprit: str | None
-    texts: Mapping[str, Mapping[str, Any]]
+    texts: Mapping[str, Texts]
+    when: Patterns = ()
+    anywhere: Patterns = ()
+    confidence: str = ""
+    culprit: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,104 +93,70 @@ class Kind:
     """One kind of failure, as its file says."""
 
     name: str
+    texts: Mapping[str, Texts]
     group: str
     stage: int
-    prio: int
-    confidence: str
-    cases: tuple[str, ...]
-    match: tuple[Pattern, ...]
-    unless: tuple[Pattern, ...]
-    near: tuple[Pattern, ...]
-    values: tuple[Pattern, ...]
-    everywhere: tuple[Pattern, ...]
-    culprit: str
-    exits: tuple[int, ...]
-    after: tuple[str, ...]
-    decide: str
-    shredded: tuple[str, ...]
     subs: tuple[Sub, ...]
-    texts: Mapping[str, Mapping[str, Any]]
+    prio: int = 10
+    confidence: str = "high"
+    cases: tuple[str, ...] = ()
+    match: Patterns = ()
+    unless: Patterns = ()
+    near: Patterns = ()
+    values: Patterns = ()
+    everywhere: Patterns = ()
+    culprit: str = ""
+    exits: tuple[int, ...] = ()
+    after: tuple[str, ...] = ()
+    decide: str = ""
+    shredded: tuple[str, ...] = ()
 
-    def title(self, language: str = "en") -> str:
-        return _listed(self.texts[language]["title"])[0]
+
+_PATTERNS = ("match", "unless", "near", "values", "everywhere", "when", "anywhere")
 
 
-_KEYS = {"group", "stage", "prio", "confidence", "cases", "match", "unless", "near", "values", "exits", "after"}
-_KEYS |= {"everywhere", "culprit", "decide", "shredded", "sub", *LANGUAGES}
+def _told(told: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a kind or a sub-cause; one that it does not have is an error where they are handed over."""
+    fields: dict[str, Any] = {"texts": {language: told.pop(language) for language in LANGUAGES if language in told}}
+    for key, value in told.items():
+        made = map(Pattern.of, value) if key in _PATTERNS else value
+        fields[key] = value if isinstance(value, str | int) else tuple(made)
+    return fields
 
 
-def _kind(name: str, told: dict[str, Any]) -> Kind:
-    if unknown := told.keys() - _KEYS:
-        raise ValueError(f"kinds/{name}.toml: unknown keys {sorted(unknown)}")
-
-    def patterns(key: str, where: Mapping[str, Any] = told) -> tuple[Pattern, ...]:
-        return tuple(Pattern.of(source) for source in where.get(key, ()))
-
-    subs = tuple(
-        Sub(one, patterns("when", sub), patterns("anywhere", sub), sub.get("confidence"), sub.get("culprit"), sub)
-        for one, sub in told.get("sub", {}).items()
-    )
-    return Kind(
-        name,
-        told["group"],
-        STAGES.index(told.get("stage", "failure")),
-        told.get("prio", 10),
-        told.get("confidence", "high"),
-        tuple(told.get("cases", ())),
-        patterns("match"),
-        patterns("unless"),
-        patterns("near"),
-        patterns("values"),
-        patterns("everywhere"),
-        told.get("culprit", ""),
-        tuple(told.get("exits", ())),
-        tuple(told.get("after", ())),
-        told.get("decide", ""),
-        tuple(told.get("shredded", ())),
-        subs,
-        {language: told[language] for language in LANGUAGES if language in told},
-    )
+def _kind(path: Path) -> Kind:
+    told = tomllib.loads(path.read_text("utf-8"))
+    subs = tuple(Sub(name, **_told(sub)) for name, sub in told.pop("sub", {}).items())
+    stage = STAGES.index(told.pop("stage", "failure"))
+    return Kind(path.stem, stage=stage, subs=subs, **_told(told))
 
 
 @functools.cache
 def all_kinds() -> Mapping[str, Kind]:
     """Every kind by name, in the order of groups and names. Read once per process; the files never change."""
-    found = [_kind(path.stem, tomllib.loads(path.read_text("utf-8"))) for path in FOLDER.glob("*.toml")]
-    return {kind.name: kind for kind in sorted(found, key=lambda kind: (kind.group, kind.name))}
+    kinds = sorted(map(_kind, FOLDER.glob("*.toml")), key=lambda kind: (kind.group, kind.name))
+    return {kind.name: kind for kind in kinds}
 
 
 def fill(sentence: str, values: Mapping[str, str]) -> str | None:
     """`sentence` with its {placeholders} filled; None when one has no value."""
-    missing = False
-
-    def value(match: re.Match[str]) -> str:
-        nonlocal missing
-        found = values.get(match[1], "")
-        missing = missing or not found
-        return found
-
-    filled = re.sub(r"\{([a-z_]+)\}", value, sentence)
-    return None if missing else filled
+    if not all(values.get(name) for name in re.findall(r"\{([a-z_]+)\}", sentence)):
+        return None
+    return re.sub(r"\{([a-z_]+)\}", lambda match: values[match[1]], sentence)
 
 
-def _listed(value: Any) -> list[str]:
+def sentences(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
-
-
-def _title(titles: list[str], values: Mapping[str, str]) -> str | None:
-    """The first title that can be filled; else the first that can without its asides and what follows a colon."""
-    shortened = [re.split("[:：]", ASIDE.sub("", title))[0] for title in titles]
-    return next((one for title in titles + shortened if (one := fill(title, values))), None)
 
 
 def texts_of(kind: Kind, sub: str | None, language: str, values: Mapping[str, str]) -> dict[str, Any]:
     """The texts of a kind, those of its sub-cause in front: {"title": str, "cause": [str], "fix": [str], ...}."""
     own = kind.texts[language]
     over = next((one.texts.get(language, {}) for one in kind.subs if one.name == sub), {})
-    found: dict[str, Any] = {
-        "title": _title([*_listed(over.get("title")), *_listed(own["title"])], values) or kind.name
-    }
+    titles = [*sentences(over.get("title")), *sentences(own["title"])]
+    titles += [re.split("[:：]", ASIDE.sub("", title))[0] for title in titles]  # without what has no figure
+    found: dict[str, Any] = {"title": next((one for title in titles if (one := fill(title, values))), kind.name)}
     for key in LISTS:
-        sentences = _listed(over.get(key, own.get(key)))
-        found[key] = [one for sentence in sentences if (one := fill(sentence, values)) is not None]
+        filled = (fill(sentence, values) for sentence in sentences(over.get(key, own.get(key))))
+        found[key] = [one for one in filled if one is not None]
     return found

@@ -10,7 +10,9 @@ from __future__ import annotations
 import calendar
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+from typing import Any
 
 from evener.explain.read import Raw
 
@@ -20,7 +22,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u
 _INSIDE = re.compile(r"(?<=\S)(?=\[rank\d+\]: )")
 _PREFIXES = (
     re.compile(r"\[(?:rank|Rank|RANK)[ _:]?(?P<rank>\d+)\]:? ?"),
-    re.compile(r"\[default(?P<local>\d+)\]:"),
+    re.compile(r"\[default(?P<local_rank>\d+)\]:"),
     re.compile(r"(?P<rank>\d{1,4}): "),
     re.compile(r"\((?P<name>[\w.:<>-]+(?: [\w.-]+)?) ?pid=(?P<pid>\d+)(?:, ip=(?P<host>[\w.:-]+))?\) ?"),
     re.compile(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<gpu>\d+)\] (?=.*NCCL|NCCL)"),
@@ -70,20 +72,13 @@ class Line:
         return (self.source, rank) if rank is not None else (self.source, self.pid)
 
 
-@dataclass
 class Stream:
-    """The lines of one writer, as one text to search, and the way back from an offset to a line."""
+    """The lines of one writer, as one text to search, and the offsets at which they start."""
 
-    lines: list[Line] = field(default_factory=list)
-    text: str = ""
-    starts: list[int] = field(default_factory=list)
-
-    def close(self) -> None:
-        offset = 0
-        for line in self.lines:
-            self.starts.append(offset)
-            offset += len(line.text) + 1
-        self.text = "\n".join(line.text for line in self.lines)
+    def __init__(self, lines: list[Line]) -> None:
+        self.lines = lines
+        self.text = "\n".join(line.text for line in lines)
+        self.starts = list(accumulate((len(line.text) + 1 for line in lines[:-1]), initial=0))
 
 
 def printable(text: str) -> str:
@@ -91,13 +86,25 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", _ANSI.sub("", text))
 
 
-def parse(raws: Iterable[Raw], first_order: int = 0) -> Iterator[Line]:
-    order = first_order
+def parse(raws: Iterable[Raw]) -> Iterator[Line]:
+    order = count()
+    last: Line | None = None
+    broken = False
     for raw in raws:
         shown = printable(raw.text)
         for part in _INSIDE.split(shown) if "[rank" in shown else [shown]:
-            yield _one(Line(order, raw.source, raw.number, part, part.strip()))
-            order += 1
+            line = _one(Line(next(order), raw.source, raw.number, part, part.strip()))
+            broken = last is not None and _continues(line, last, broken)
+            if last is not None and broken:
+                line = replace(line, rank=last.rank, local_rank=last.local_rank, host=last.host, pid=last.pid)
+            yield line
+            last = line
+
+
+def _continues(line: Line, last: Line, broken: bool) -> bool:
+    """Whether it is the rest of a long line that a terminal or a mail has broken: the mark was that of all of it."""
+    unmarked = line.seconds is None and line.stream == (line.source, None) and (broken or line.text[:1].islower())
+    return unmarked and line.source == last.source and line.number == last.number + 1 and len(last.shown) > 70
 
 
 def _one(line: Line) -> Line:
@@ -105,38 +112,34 @@ def _one(line: Line) -> Line:
     seconds: float | None = None
     for _ in range(5):
         head = text.lstrip() if found or seconds is not None else text
-        for pattern in (_DATE, _GLOG, _SYSLOG):
-            if match := pattern.match(head):
-                seconds = _seconds(match.groupdict())
-                found.update({"host": match["host"]} if pattern is _SYSLOG else {})
-                break
+        match = next((m for p in (_DATE, _GLOG, _SYSLOG) if (m := p.match(head))), None)
+        if match is not None:
+            seconds = _seconds(match.groupdict())
+            found |= {"host": match["host"]} if match.re is _SYSLOG else {}
         else:
             match = next((m for p in _PREFIXES if (m := p.match(head))), None)
             if match is None:
                 break
-            found.update({key: value for key, value in match.groupdict().items() if value is not None})
+            found |= {key: value for key, value in match.groupdict().items() if value is not None}
         text = head[match.end() :]
     if "rank" not in found and (said := _RANK_INSIDE.search(text)):
         found["rank"] = said[1]
     if "rank" not in found and (where := _RANK_IN_PATH.search(line.source)):
         found["rank"] = where[1] or where[2]
-    rank, local, pid, gpu = (int(found[key]) if key in found else None for key in ("rank", "local", "pid", "gpu"))
-    host, text = found.get("host"), text.rstrip()
-    return Line(line.order, line.source, line.number, text, line.shown, rank, local, host, pid, gpu, seconds)
+    marks: dict[str, Any] = {key: int(found[key]) for key in ("rank", "local_rank", "pid", "gpu") if key in found}
+    return replace(line, text=text.rstrip(), host=found.get("host"), seconds=seconds, **marks)
 
 
 def _seconds(part: dict[str, str | None]) -> float:
     month = int(part.get("M") or _MONTHS.get(part.get("mon") or "", 1))
     days = (month - 1) * 31 + int(part["D"] or 1) + 372 * (int(part.get("Y") or 0) % 100)
-    fraction = float(f"0.{part['f']}") if part.get("f") else 0.0
-    return days * 86400.0 + int(part["h"] or 0) * 3600 + int(part["m"] or 0) * 60 + int(part["s"] or 0) + fraction
+    clock = int(part["h"] or 0) * 3600 + int(part["m"] or 0) * 60 + int(part["s"] or 0)
+    return days * 86400.0 + clock + float(f"0.{part.get('f') or 0}")
 
 
 def streams_of(lines: Iterable[Line]) -> list[Stream]:
     """One stream per writer, in order of first appearance."""
-    found: dict[tuple[object, ...], Stream] = {}
+    found: dict[tuple[object, ...], list[Line]] = {}
     for line in lines:
-        found.setdefault(line.stream, Stream()).lines.append(line)
-    for stream in found.values():
-        stream.close()
-    return list(found.values())
+        found.setdefault(line.stream, []).append(line)
+    return [Stream(some) for some in found.values()]

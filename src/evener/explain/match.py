@@ -44,22 +44,21 @@ GENERIC, LAUNCHER = "python-exception", "torchrun-hidden-root-cause"
 
 
 def find_matches(facts: Facts) -> list[Match]:
-    """All matches, one per fact: the kind with the smallest prio."""
+    """All matches, one per fact: the kind with the smallest prio, a specific one before the general exception."""
     kinds = all_kinds()
     by_place: dict[object, Match] = {}
 
     def offer(place: object, match: Match) -> None:
-        other = by_place.get(place)
-        if other is None or _rank_of(match.kind) < _rank_of(other.kind):
+        other = by_place.setdefault(place, match)
+        if (match.kind.name == GENERIC, match.kind.prio) < (other.kind.name == GENERIC, other.kind.prio):
             by_place[place] = match
 
+    covers = {line.order: one for one in facts.raised for line in one.lines}  # whose message a line belongs to
     for stream in facts.streams:
-        covers = _covers(stream, facts.raised)
         lower = stream.text.lower()
         for kind in kinds.values():
             for line, raised, text in _found(kind, stream, lower, covers):
-                place: object = id(raised) if raised else line.order
-                offer(place, _new(kind, line, text, raised))
+                offer(id(raised) if raised else line.order, _new(kind, line, text, raised))
     for raised in facts.raised:
         offer(id(raised), _new(kinds[GENERIC], raised.lines[0], raised.text, raised))
     for ended in facts.ended:
@@ -72,63 +71,40 @@ def find_matches(facts: Facts) -> list[Match]:
     return matches
 
 
-def _rank_of(kind: Kind) -> tuple[int, int]:
-    """Which kind wins one fact: a specific one before the general exception, then the smaller prio."""
-    return (kind.name == GENERIC, kind.prio)
-
-
 def _new(kind: Kind, line: Line, text: str, raised: Raised | None = None, ended: Ended | None = None) -> Match:
-    rank = line.rank if line.rank is not None else line.local_rank
-    if ended is not None:
-        rank = ended.who
+    rank = ended.who if ended else line.rank if line.rank is not None else line.local_rank
     if rank is None and raised is not None:
         rank = next((one.rank for one in raised.lines if one.rank is not None), None)
-    match = Match(kind, line, text, raised, ended, rank, kind.stage, confidence=kind.confidence)
-    match.evidence = list(raised.lines[:6]) if raised else [line]
-    return match
-
-
-def _covers(stream: Stream, raised: list[Raised]) -> dict[int, Raised]:
-    """order of a line -> the exception whose message it belongs to."""
-    mine = {line.order for line in stream.lines}
-    return {line.order: one for one in raised for line in one.lines if line.order in mine}
+    evidence = list(raised.lines[:6]) if raised else [line]
+    return Match(kind, line, text, raised, ended, rank, kind.stage, confidence=kind.confidence, evidence=evidence)
 
 
 def _found(
     kind: Kind, stream: Stream, lower: str, covers: Mapping[int, Raised]
 ) -> Iterator[tuple[Line, Raised | None, str]]:
     """Where `kind` fits in the stream: the line, the exception it belongs to, the text around."""
+
+    def text_of(low: int, high: int) -> str:
+        return "\n".join(one.text for one in stream.lines[max(0, low) : high])
+
     seen: set[int] = set()
     for pattern in kind.match:
         for hit in pattern.find(stream.text, lower)[:200]:
             index = bisect.bisect_right(stream.starts, hit.start()) - 1
+            end = bisect.bisect_right(stream.starts, hit.end()) - 1
             line = stream.lines[index]
             raised = covers.get(line.order)
             place = id(raised) if raised else line.order
-            if place in seen:
+            own = raised.text if raised else text_of(index, end + 1)
+            around = f"{own}\n{raised.code}" if raised else text_of(index - 12, end + 8)
+            if place in seen or any(one.search(own) for one in kind.unless):
                 continue
-            end = bisect.bisect_right(stream.starts, hit.end()) - 1
-            text = raised.text if raised else "\n".join(one.text for one in stream.lines[index : end + 8])
-            own, around = text, f"{text}\n{raised.code}" if raised else ""
-            if not raised:
-                own, around = (
-                    "\n".join(one.text for one in stream.lines[low:high])
-                    for low, high in ((index, end + 1), (max(0, index - 12), end + 8))
-                )
-            if any(one.search(own) for one in kind.unless):
-                continue
-            if kind.near and not any(one.search(around) for one in kind.near):
-                continue
-            seen.add(place)
-            yield line, raised, text
+            if not kind.near or any(one.search(around) for one in kind.near):
+                seen.add(place)
+                yield line, raised, raised.text if raised else text_of(index, end + 8)
 
 
 def first_group(patterns: tuple[Pattern, ...], text: str) -> dict[str, str]:
     """The named groups of all `patterns` in `text`; the first that has a value wins."""
-    found: dict[str, str] = {}
-    for pattern in patterns:
-        if match := pattern.search(text):
-            for name, value in match.groupdict().items():
-                if value is not None:
-                    found.setdefault(name, value.strip())
-    return found
+    groups = [match.groupdict() for pattern in reversed(patterns) if (match := pattern.search(text))]
+    return {name: value.strip() for group in groups for name, value in group.items() if value is not None}

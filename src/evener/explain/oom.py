@@ -24,7 +24,6 @@ _FIGURES = {
     "reserved": (_SIZE + r" reserved in total", _SIZE + r" cached"),
     "own": (r"this process has " + _SIZE,),
 }
-_OTHERS = re.compile(r"Process (\d+) has ([\d.]+) ?([KMG]i?B) memory in use")
 _OPTIMIZER = re.compile(r"_multi_tensor_|_foreach_|optim/\w+\.py|optimizer\S*\.step\(|in step\b.*optim|:_init_group:")
 _BACKWARD = re.compile(r"autograd|\.backward\(")
 _LOADING = re.compile(
@@ -33,8 +32,6 @@ _LOADING = re.compile(
 _RESUMING = re.compile(
     r"load_from_checkpoint|[Rr]esum(?:e|ing) (?:from|training)|[Ll]oading checkpoint|--resume|restored? from"
 )
-_INACTIVE = re.compile(r"'state': 'inactive")
-_LEFTOVER = re.compile(r"No running processes found|/python\S* .*(?:DDP|train|torchrun|launch)", re.IGNORECASE)
 _GROWS = re.compile(
     r"(?m)\b\w*(?:loss|likelihood|nll|cost|objective)\w*\s*\+=\s*(?!.*(?:\.item\(|\.detach\(|float\())[\w.]*(?:loss|likelihood|nll|cost|objective)\w*\s*$"
     r"|(?:losses|outputs|history|logs?)\w*\.append\(\s*(?:loss|output|out|logits|pred)\w*\s*\)"
@@ -54,10 +51,9 @@ def figures(text: str) -> dict[str, float]:
     """The sizes in the message, in KiB; only those that are there."""
     found = {}
     for name, sources in _FIGURES.items():
-        for source in sources:
-            if match := re.search(source.format(name), text):
-                found[name] = float(match[name]) * _UNIT[match[f"{name}_unit"].lower()]
-                break
+        match = next((match for source in sources if (match := re.search(source.format(name), text))), None)
+        if match is not None:
+            found[name] = float(match[name]) * _UNIT[match[f"{name}_unit"].lower()]
     if "unallocated" not in found and "reserved" in found and "allocated" in found:
         found["unallocated"] = max(0.0, found["reserved"] - found["allocated"])
     return found
@@ -70,29 +66,30 @@ def shown(kib: float) -> str:
     return f"{kib / MIB:.4g} MiB" if kib >= MIB else f"{kib:.4g} KiB"
 
 
-def foreign(text: str, f: dict[str, float]) -> tuple[float, list[str]]:
-    """KiB held by other processes, and their ids. The own one is listed too, in containers under another id."""
-    held = [(pid, float(size) * _UNIT[unit.lower()]) for pid, size, unit in _OTHERS.findall(text)]
-    if "own" in f:
-        return sum(size for _, size in held), [pid for pid, _ in held]
-    if held and "allocated" in f:
+def _held(pattern: str, text: str) -> list[tuple[str, float]]:
+    """(process id, KiB) of every process that the text lists."""
+    return [(pid, float(size) * _UNIT[unit.lower()]) for pid, size, unit in re.findall(pattern, text)]
+
+
+def foreign(text: str, f: dict[str, float]) -> list[tuple[str, float]]:
+    """Other processes and what they hold. The own one is listed too, in containers under another id."""
+    held = _held(r"Process (\d+) has ([\d.]+) ?([KMG]i?B) memory in use", text)
+    if held and "allocated" in f and "own" not in f:
         mine = f["allocated"] + f.get("unallocated", 0.0) + 0.4 * MIB**2  # and the context
         own = min(held, key=lambda one: abs(one[1] - mine))
         if abs(own[1] - mine) < max(0.15 * mine, 0.5 * MIB**2):
             held.remove(own)
-    return sum(size for _, size in held), [pid for pid, _ in held]
+    return held
 
 
-def _by_the_driver(text: str, raised: Raised | None, facts: Facts) -> tuple[float, list[str]]:
+def _by_the_driver(text: str, raised: Raised | None, facts: Facts) -> list[tuple[str, float]]:
     """The same of the message's GPU, out of the lines that `evener run` left; none if the own process is unknown."""
     rank = raised.lines[-1].rank if raised is not None else None
     device, fate = re.search(r"GPU (\d+)\b", text), facts.fates.get(-1 if rank is None else rank)
     if device is None or fate is None:
-        return 0.0, []
+        return []
     line = rf"NVML: GPU \d+ \(cuda:{device[1]}\): process (\d+) of .* holds ([\d.]+) ([KMG]iB)"
-    held = [(pid, float(size) * _UNIT[unit.lower()]) for pid, size, unit in re.findall(line, facts.everything)]
-    held = [one for one in held if one[0] != str(fate.pid)]
-    return sum(size for _, size in held), [pid for pid, _ in held]
+    return [one for one in _held(line, facts.everything) if one[0] != str(fate.pid)]
 
 
 def decide(text: str, raised: Raised | None, facts: Facts) -> Verdict:
@@ -100,9 +97,9 @@ def decide(text: str, raised: Raised | None, facts: Facts) -> Verdict:
     f = figures(text)
     code = raised.code if raised else ""
     everything = facts.everything
-    others, pids = foreign(text, f)
-    if not pids:  # an older message, or a container that hides them: what the driver said when the rank failed
-        others, pids = _by_the_driver(text, raised, facts)
+    # An older message, or a container, hides them: then what the driver said when the rank failed.
+    held = foreign(text, f) or _by_the_driver(text, raised, facts)
+    others, pids = sum(size for _, size in held), [pid for pid, _ in held]
     request, free, total = f.get("request"), f.get("free"), f.get("total")
     allocated, spare = f.get("allocated"), f.get("unallocated", 0.0)
     values = {name: shown(value) for name, value in f.items()}

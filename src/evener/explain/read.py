@@ -14,9 +14,7 @@ import codecs
 import gzip
 import io
 import os
-import re
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
@@ -24,9 +22,9 @@ from evener.errors import UsageError
 
 BLOCK = 1 << 18  # with 1 MiB the allocator kept up to 135 MB in pieces, and how much was chance
 LONGEST_READ = 4 << 20  # bytes without the end of a line
-HEAD_BYTES, TAIL_BYTES = 64 << 10, 96 << 10
-BEFORE_BYTES, AFTER_BYTES = 6 << 10, 3 << 10  # a traceback before its exception; a message after its first line
 LONGEST_LINE = 4096
+HEAD, TAIL = 600, 1000  # lines that are always kept
+BEFORE, AFTER = 80, 40  # lines: a traceback before its exception; a message after its first line
 SAME_WITH_WINDOW, SAME_ALONE = 12, 1100  # lines of one shape: kept with their surroundings, kept at all (1,024 ranks)
 KEPT_BYTES = 4 << 20  # of hits, twice: the first ones and the last ones
 
@@ -36,6 +34,7 @@ segmentation cannot unable_to no_space evict cancel preempt loss_scale evener:_"
 STEMS = tuple(stem.replace("_", " ").encode() for stem in _STEMS.split())
 # Upper case to lower, a carriage return to a line's end.
 _SHAPE = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ\r", b"abcdefghijklmnopqrstuvwxyz\n")
+_NO_ENDS = bytes(set(range(256)) - set(b"\r\n"))
 MOST_SHAPES = 200_000
 
 
@@ -55,85 +54,74 @@ class Selection:
         self.source = source
         self.lines_total = 0
         self.lines: list[Raw] = []
-        self._first: list[Raw] = []
         self._last: deque[Raw] = deque()
         self._first_bytes = self._last_bytes = 0
         self._seen: dict[bytes, int] = {}
-        self._upto = 0  # offset in the source up to which lines were kept
+        # The newest lines: the number of the first of them, what ends each, and two places among them: those before
+        # `_done` are kept or not; those before `_until` shall be kept.
+        self._lines, self._ends, self._number = list[bytes](), b"", 1
+        self._done, self._until = 0, HEAD
 
-    def read(self, stream: BinaryIO) -> list[Raw]:
-        """Reads `stream` to its end."""
-        offset, number, rest, before = 0, 1, b"", b""
-        while True:
-            block = stream.read(BLOCK)
-            data = rest + block
-            if block:
-                cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-                if cut == 0 and len(data) < LONGEST_READ:
-                    rest = data
-                    continue
-                data, rest = data[: cut or len(data)], data[cut or len(data) :]
-            self._block(before, data, offset, number, last=not block)
-            number += data.count(b"\n")
-            offset += len(data)
-            before = (before + data)[-TAIL_BYTES:]
-            if not block:
-                break
-        self.lines_total = number - 1 if before.endswith(b"\n") else number if offset else 0
-        return self.kept()
+    def read(self, stream: BinaryIO) -> None:
+        """Reads `stream` to its end; where it is torn, what came before is kept."""
+        rest = b""
+        try:
+            while block := stream.read(BLOCK):
+                rest += block
+                cut = max(rest.rfind(b"\n"), rest.rfind(b"\r")) + 1
+                if cut or len(rest) >= LONGEST_READ:
+                    self._block(rest[: cut or len(rest)])
+                    rest = rest[cut or len(rest) :]
+            if rest:
+                self._block(rest)
+        finally:
+            self._keep(len(self._lines) - TAIL, len(self._lines))
+            self.lines += self._last
+            torn = bool(self._lines) and not self._ends.endswith(b"\n")
+            self.lines_total = self._number + self._ends.count(b"\n") - (not torn)
 
-    def kept(self) -> list[Raw]:
-        return [*self._first, *self._last]
-
-    def _block(self, before: bytes, data: bytes, offset: int, number: int, *, last: bool) -> None:
-        """Keeps what is worth it in `data`, which starts at `offset`; `before` is the text in front of it."""
-        text = before + data
-        start = offset - len(before)
-        spans = []
-        if offset < HEAD_BYTES:
-            spans.append((len(before), len(before) + min(len(data), HEAD_BYTES - offset)))
-        around, alone = self._hits(data)
-        spans += [(at + len(before) - BEFORE_BYTES, at + len(before) + AFTER_BYTES) for at in around]
-        spans += [(low + len(before), high + len(before)) for low, high in alone]
-        if last:
-            spans.append((len(text) - TAIL_BYTES, len(text)))
-        line, counted = number - before.count(b"\n"), 0
-        for low, high in _merged(spans, len(text)):
-            low = max(_line_start(text, low), self._upto - start)
-            high = _line_end(text, high)
-            if low >= high:
-                continue
-            line += text.count(b"\n", counted, low)
-            counted = low
-            for piece in re.split(rb"(?<=[\r\n])", text[low:high]):
-                if piece.strip():
-                    self._keep(Raw(self.source, line, piece.rstrip(b"\r\n")[:LONGEST_LINE].decode("utf-8", "replace")))
-                line += piece.count(b"\n")
-            counted = high
-            self._upto = start + high
-
-    def _hits(self, data: bytes) -> tuple[list[int], list[tuple[int, int]]]:
-        """Lines with a stem: the offsets of those to keep with what is around, and the spans of those to keep alone."""
-        around, alone, seen, end = [], [], self._seen, -1
+    def _block(self, data: bytes) -> None:
+        """Keeps what is worth it in whole lines."""
+        start, seen = len(self._lines), self._seen
+        self._lines += data.replace(b"\r", b"\n").split(b"\n")
+        self._ends += data.translate(None, _NO_ENDS)
+        if data.endswith((b"\r", b"\n")):
+            self._lines.pop()
+        else:
+            self._ends += b" "
+        self._keep(start, self._until)
         shapes = data.translate(_SHAPE, b"0123456789").split(b"\n")
         if len(seen) > MOST_SHAPES:
             seen.clear()
         new = dict.fromkeys(shape for shape in shapes if shape not in seen)
         seen |= dict.fromkeys(new, 0) | dict.fromkeys(_with_a_stem(list(new)), 1)
-        for shape, line in zip(shapes, data.replace(b"\r", b"\n").split(b"\n")):
-            start, end = end + 1, end + 1 + len(line)
+        for place, shape in enumerate(shapes, start):
             if count := seen[shape]:
                 seen[shape] = count + 1
                 if count <= SAME_WITH_WINDOW:
-                    around.append(start)
+                    self._keep(place - BEFORE, place + AFTER)
                 elif count <= SAME_ALONE:
-                    alone.append((start, end + 1))
-        return around, alone
+                    self._keep(place, place + 1)
+        old = max(0, len(self._lines) - TAIL)
+        self._number += self._ends.count(b"\n", 0, old)
+        self._lines, self._ends = [line[:LONGEST_LINE] for line in self._lines[old:]], self._ends[old:]
+        self._done, self._until = max(0, self._done - old), self._until - old
 
-    def _keep(self, raw: Raw) -> None:
+    def _keep(self, low: int, high: int) -> None:
+        """These places, but for those that are done; what is not there yet follows with the next block."""
+        low = max(low, self._done, 0)
+        number = self._number + self._ends.count(b"\n", 0, low)
+        for place, line in enumerate(self._lines[low : max(high, 0)], low):
+            if line.strip():
+                self._take(Raw(self.source, number, line[:LONGEST_LINE].decode("utf-8", "replace")))
+            number += self._ends[place : place + 1] == b"\n"
+        self._done = max(self._done, min(high, len(self._lines)))
+        self._until = max(self._until, high)
+
+    def _take(self, raw: Raw) -> None:
         size = len(raw.text) + 64
         if self._first_bytes < KEPT_BYTES:
-            self._first.append(raw)
+            self.lines.append(raw)
             self._first_bytes += size
             return
         self._last.append(raw)
@@ -156,31 +144,6 @@ def _with_a_stem(shapes: list[bytes]) -> list[bytes]:
     return list(found)
 
 
-def _line_start(text: bytes, at: int) -> int:
-    at = max(at, 0)
-    low = max(0, at - 2 * LONGEST_LINE)  # bounded: a block may have no carriage return at all
-    return max(text.rfind(b"\n", low, at), text.rfind(b"\r", low, at), low - 1) + 1
-
-
-def _line_end(text: bytes, at: int) -> int:
-    high = min(len(text), at + 2 * LONGEST_LINE)
-    ends = [end for end in (text.find(b"\n", at, high), text.find(b"\r", at, high)) if end >= 0]
-    return min(ends) + 1 if ends else high
-
-
-def _merged(spans: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
-    """The spans in order, without overlaps, inside 0..length."""
-    low = high = -1
-    for start, end in sorted((max(0, start), min(length, end)) for start, end in spans):
-        if start > high:
-            if high > low:
-                yield low, high
-            low, high = start, end
-        high = max(high, end)
-    if high > low:
-        yield low, high
-
-
 def read_stream(stream: BinaryIO, source: str) -> Selection:
     """Lines of one stream: plain or gzip, UTF-8 or (as PowerShell's `>` writes) UTF-16."""
     peekable = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, stream))
@@ -192,11 +155,10 @@ def read_stream(stream: BinaryIO, source: str) -> Selection:
         chosen = cast(BinaryIO, codecs.EncodedFile(peekable, "utf-8", "utf-16", errors="replace"))
     selection = Selection(source)
     try:
-        selection.lines = selection.read(chosen)
+        selection.read(chosen)
     except (EOFError, gzip.BadGzipFile, OSError) as error:
         if magic != b"\x1f\x8b":
             raise
-        selection.lines = selection.kept()
         if not selection.lines:
             raise UsageError(f"{source} is not a whole gzip file.", evidence=[str(error)]) from error
     return selection

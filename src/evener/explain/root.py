@@ -15,8 +15,6 @@ from evener.explain.facts import Facts
 from evener.explain.kinds import STAGES
 from evener.explain.match import GENERIC, Match, find_matches, first_group
 
-STOPPED = STAGES.index("stopped")
-
 
 @dataclass
 class Root:
@@ -48,9 +46,10 @@ def find_root(facts: Facts) -> Root | None:
     matches.sort(key=order)
     root, others = matches[0], matches[1:]
     if root.rank is None and root.known is None:
-        _name_the_rank(root, facts)
+        _name_the_rank(root, others, facts)
     _same_everywhere(root, others, facts)
-    alternatives = list(dict.fromkeys([*root.alternatives, *_near_misses(root, others)]))
+    near = [one.kind.name for one in others if one.stage <= root.stage and one.kind.name != GENERIC]
+    alternatives = dict.fromkeys([*root.alternatives, *near[:3]])
     return Root(root, others, [name for name in alternatives if name != root.kind.name])
 
 
@@ -61,59 +60,58 @@ def _went_on(match: Match, facts: Facts) -> bool:
 
 
 def _decided(match: Match, facts: Facts) -> bool:
+    """Fills the match in. False: it is a false alarm, or the launcher's own clean-up."""
     ended = match.ended
-    asked = ended is not None and (ended.pid in facts.stopped or (ended.summary and ended.code == -15))
-    if ended is not None and ended.code in (-9, -15) and asked:
+    if (
+        ended is not None
+        and ended.code in (-9, -15)
+        and (ended.pid in facts.stopped or (ended.summary and ended.code == -15))
+    ):
         if any(one.pid not in facts.stopped and one.code not in (-9, -15) for one in facts.ended):
-            return False  # the launcher's own clean-up
-        match.stage = max(match.stage, STOPPED)
-    match.values |= {k: v for k, v in first_group(match.kind.values, match.text).items() if k not in match.values}
-    if match.kind.decide:
-        name = match.kind.name
-        if not decide.DECISIONS[match.kind.decide](match, facts):
             return False
-        if match.kind.name != name:
-            match.values |= first_group(match.kind.values, match.text)
-    match.values |= first_group(match.kind.everywhere, facts.everything)
+        match.stage = max(match.stage, STAGES.index("stopped"))
+    before = match.kind
+    match.values = first_group(before.values, match.text) | match.values
+    if before.decide and not decide.DECISIONS[before.decide](match, facts):
+        return False
+    kind = match.kind
+    if kind is not before:
+        match.values |= first_group(kind.values, match.text)
+    match.values |= first_group(kind.everywhere, facts.everything)
     around = match.text + ("\n" + match.raised.code if match.raised else "")
-    holds = (
+    subs = [sub for sub in kind.subs if sub.name == match.sub] or [
         sub
-        for sub in match.kind.subs
+        for sub in kind.subs
         if any(p.search(around) for p in sub.when) or any(p.search(facts.everything) for p in sub.anywhere)
-    )
-    sub = next((sub for sub in match.kind.subs if sub.name == match.sub), None) or next(holds, None)
-    if sub is not None:
-        match.sub, match.confidence = sub.name, sub.confidence or match.confidence
-    culprit = (sub.culprit if sub is not None else None) or match.kind.culprit
+    ]
+    culprit = kind.culprit
+    if subs:
+        match.sub, match.confidence = subs[0].name, subs[0].confidence or match.confidence
+        culprit = subs[0].culprit or culprit
     if culprit == "unknown":
         match.rank, match.known = None, False
-    if "rank" in match.values and match.rank is None and match.values["rank"].isdigit():
+    if match.rank is None and match.values.get("rank", "").isdigit():
         match.rank = int(match.values["rank"])
     return True
 
 
-def _name_the_rank(root: Match, facts: Facts) -> None:
-    """A failure without a mark, and a launcher's table with one process that failed by itself: the same."""
+def _name_the_rank(root: Match, others: Sequence[Match], facts: Facts) -> None:
+    """A failure without a mark, and one process that failed by itself (for the launcher, or on a broken card)."""
     if root.ended is not None or root.stage > STAGES.index("exception"):
         return
     failed = {one.who for one in facts.ended if one.code not in (-15, -2) and one.pid not in facts.stopped}
+    if root.stage == STAGES.index("hardware"):  # the kernel's message has no rank; who met the fault has
+        failed |= {one.rank for one in others if one.stage <= STAGES.index("failure") and isinstance(one.rank, int)}
     if len(failed) == 1:
         root.rank = failed.pop()
 
 
 def _same_everywhere(root: Match, others: Sequence[Match], facts: Facts) -> None:
     """The same failure on several ranks at the same stage has no single culprit: all of them are named."""
-    if root.known is False or not isinstance(root.rank, int) or root.stage > STAGES.index("exception"):
-        return
-    if root.raised is None:
+    if root.known is False or root.stage > STAGES.index("exception") or root.raised is None:
         return
     said = root.raised.links[0][1][:60]
     again = [one for one in others if one.kind is root.kind and one.raised and one.raised.links[0][1][:60] == said]
-    same = {root.rank, *(one.rank for one in again if isinstance(one.rank, int))}
-    if len(same) >= max(2, len(facts.ranks)):
+    same = {one.rank for one in (root, *again) if isinstance(one.rank, int)}
+    if isinstance(root.rank, int) and len(same) >= max(2, len(facts.ranks)):
         root.rank = sorted(same)
-
-
-def _near_misses(root: Match, others: Sequence[Match]) -> list[str]:
-    """Kinds of the same stage elsewhere in the text."""
-    return [m.kind.name for m in others if m.stage <= root.stage and m.kind.name != "python-exception"][:3]

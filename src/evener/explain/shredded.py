@@ -18,20 +18,17 @@ if TYPE_CHECKING:
 
 STRETCH = 3.2
 SHORTEST = 18
-_WORD = re.compile(r"[A-Za-z]{2,}")
 
 
 def search(lines: list[Line], kinds: Iterable[Kind]) -> Iterator[tuple[Kind, Line, str]]:
     """The kinds whose `shredded` phrases are hidden in the text; at most one line each."""
-    tail = lines[-400:]
-    letters = "".join(character for line in tail for character in line.text if not character.isspace())
-    owner: list[Line] = [line for line in tail for character in line.text if not character.isspace()]
-    lower = letters.lower()
+    owner = [(line, letter.lower()) for line in lines[-400:] for letter in line.text if not letter.isspace()]
+    lower = "".join(letter for _, letter in owner)
     for kind in kinds:
         for phrase in kind.shredded:
             wanted = re.sub(r"\s", "", phrase).lower()
             if len(wanted) >= SHORTEST and (at := find(wanted, lower)) is not None:
-                yield kind, owner[at], owner[at].text
+                yield kind, owner[at][0], owner[at][0].text
                 break
 
 
