@@ -58,7 +58,7 @@ def test_what_is_saved_is_the_state_of_then(ranks, tmp_path):
         store.write_pieces = real
     with begin(tmp_path / "again", resume="never") as run:
         states, about = store.read(tmp_path / "run" / "checkpoints" / "update-2")
-        run._restore(states)
+        run.loop.restore(states)
         assert about["update"] == 2
         assert run.digest() == digests[1]
         assert run.digest() != digests[2]

@@ -94,7 +94,7 @@ def evening(folder, stop_at=None, fail_at=None, keywords=None):
     except (evener.Stopped, RuntimeError) as error:
         return (type(error).__name__,)
     finally:
-        run._loop_ended = run._loop_ended and sys.exc_info()[0] is None
+        run.loop.ended = run.loop.ended and sys.exc_info()[0] is None
         run.close()
 
 

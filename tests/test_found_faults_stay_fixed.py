@@ -152,8 +152,8 @@ def half_done(tmp_path):
             run.stop()
             break
     run.save("aside")
-    run._save(run.number)
-    run._loop_ended = False
+    run.loop.save(run.number)
+    run.loop.ended = False
     run.close()
 
 
@@ -210,8 +210,8 @@ def test_another_schedule_is_another_training(tmp_path, capsys):
 
     with with_steps(2, tmp_path) as run:
         next(run.updates(epochs=2))
-        run._save(run.number)
-        run._loop_ended = False
+        run.loop.save(run.number)
+        run.loop.ended = False
     with with_steps(3, tmp_path) as run:
         assert Path(run.dir).name == "run-2"
     assert "'step_size': 2" in capsys.readouterr().out
@@ -322,7 +322,7 @@ def test_buffers_that_are_not_persistent_are_resumed(tmp_path):
     with run_of(tmp_path, model) as run:
         list(run.updates(updates=2))
         expected = model.average.clone()
-        run._loop_ended = False
+        run.loop.ended = False
     again = seeded(Hidden)
     with run_of(tmp_path, again) as run:
         assert run.number == 2 and torch.equal(again.average, expected)

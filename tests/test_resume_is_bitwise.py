@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy
+import psutil
 import pytest
 import torch
 from torch.nn import functional as F
@@ -97,7 +98,7 @@ def evening(folder, stop_at=None, fail_at=None, precision="fp32", keywords=None)
     except RuntimeError as error:
         return "failed", str(error)
     finally:
-        run._loop_ended = run._loop_ended and sys.exc_info()[0] is None
+        run.loop.ended = run.loop.ended and sys.exc_info()[0] is None
         run.close()
 
 
@@ -237,7 +238,7 @@ def digest_in(output):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", pytest.param("SIGUSR1", marks=pytest.mark.full)])
 def test_a_signal_saves_and_ends_with_the_requeue_code(tmp_path, name):
-    process = launch(tmp_path, [], pause=0.1)
+    process = launch(tmp_path, [], pause="update.number > 1")  # a second each: the signal comes before the end
     for line in process.stdout:
         if line == "update 2\n":
             process.send_signal(getattr(signal, name))
@@ -254,13 +255,18 @@ def test_a_signal_saves_and_ends_with_the_requeue_code(tmp_path, name):
 
 
 def test_killed_under_evener_run_and_started_on_another_number(tmp_path):
-    process = launch(tmp_path, ["-m", "evener", "run", "--cpu", "--nproc", "3"], pause=0.05)
+    waits = "600 * (update.number == 6)"  # it is killed there, however late that is
+    process = launch(tmp_path, ["-m", "evener", "run", "--cpu", "--nproc", "3"], pause=waits)
     for line in process.stdout:
         if line == "update 6\n":
+            below = psutil.Process(process.pid).children(recursive=True)
+            until = time.monotonic() + 60
+            while not (tmp_path / "run" / "checkpoints" / "update-4").exists() and time.monotonic() < until:
+                time.sleep(0.1)  # it is written behind the training
             process.kill()
             break
     process.communicate(timeout=60)
-    time.sleep(0.5)
+    psutil.wait_procs(below, timeout=60)
     again = launch(tmp_path, ["-m", "evener", "run", "--cpu", "--nproc", "2"])
     output, _ = again.communicate(timeout=240)
     assert again.returncode == 0 and "continues run after 4 updates" in output, output

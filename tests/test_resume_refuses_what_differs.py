@@ -115,7 +115,7 @@ def test_other_rows_on_request_begin_with_the_next_epoch(tmp_path, capsys):
     with start(tmp_path, rows=48, accept_changed_data=True, resume="must") as run:
         out = capsys.readouterr().out
         assert "36 rows then, 48 now: accepted; their order begins with epoch 2" in out, out
-        assert (run.number, run.cursor.epoch, run.cursor.offset) == (8, 2, 0)
+        assert (run.number, run.loop.cursor.epoch, run.loop.cursor.offset) == (8, 2, 0)
         epochs = [(update.epoch, update.rows) for update in run.updates(epochs=3)]
     assert epochs == [(2, 6)] * 8
     capsys.readouterr()
@@ -123,7 +123,7 @@ def test_other_rows_on_request_begin_with_the_next_epoch(tmp_path, capsys):
     interrupted(tmp_path / "2", stop_after=8)
     interrupted(tmp_path / "2", stop_after=11, rows=48, accept_changed_data=True)
     with start(tmp_path / "2", rows=48, accept_changed_data=True, resume="must") as run:
-        assert (run.number, run.cursor.epoch, run.cursor.offset) == (11, 2, 18)
+        assert (run.number, run.loop.cursor.epoch, run.loop.cursor.offset) == (11, 2, 18)
     assert "rows then" not in capsys.readouterr().out.rpartition("stopped after 11 updates")[2]
 
 
@@ -152,7 +152,7 @@ import sys
 sys.path.insert(0, {root!r})
 from tests.test_resume_refuses_what_differs import *
 run = start(Path("."), rows={rows})
-print("AT", run.number, run.cursor.epoch, run.cursor.offset)
+print("AT", run.number, run.loop.cursor.epoch, run.loop.cursor.offset)
 for update in run.updates(updates={updates}):
     if update.number == 2:
         run.stop()

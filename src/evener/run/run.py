@@ -7,11 +7,10 @@ import contextlib
 import functools
 import inspect
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -20,60 +19,38 @@ import torch
 
 from evener.checkpoint.weights import export as export_weights
 from evener.config import Config, ConfigFile, RunKeywords, keyword_groups
-from evener.data import Cursor, Portion, make_feed, source_of
+from evener.data import Portion, make_feed, source_of
 from evener.dist import Group, comm, here
 from evener.dist import device as devices
 from evener.engine import Engine, Update
 from evener.engine.engine import Models, Optimizers
-from evener.engine.join import Part
 from evener.engine.setup import check_function, check_model
 from evener.errors import LessonError, UsageError, show_errors_without_traceback
 from evener.measure.flops import FlopCounter, uncountable
 from evener.plan.handed import VARIABLE, read_plan
 from evener.report.folder import script_name
 from evener.report.goodput import newest_update
+from evener.run.batch import Batch
 from evener.run.beat import Beat
-from evener.run.epoch import Epoch, Sums
+from evener.run.epoch import Epoch
 from evener.run.evaluate import MetricFn, Walk, evaluate, predict
 from evener.run.lesson import learn, lesson_of
+from evener.run.loop import Loop, uncaught
 from evener.run.output import Output
 from evener.run.phases import phases_of
-from evener.run.predicted import compare
 from evener.run.prepare import Preparing
 from evener.run.profile import Profile
-from evener.run.resume import FINISHED, code_of, identity, mark_from, marks_of
+from evener.run.resume import FINISHED, code_of, identity
 from evener.run.saving import Saving
 from evener.run.silent import cpu_beside_gpus, strays
-from evener.run.stop import Stopped, stop_signals
 from evener.run.trial import Watch
 from evener.run.uncaught import explain_uncaught
 from evener.run.values import give_values
-from evener.run.words import circumstances, contract_of, in_words, schedule_lines
+from evener.run.words import circumstances, contract_of, in_words
 
 _OF_ENGINE = [name for name in inspect.signature(Engine).parameters if name in keyword_groups()]
 _OF_FEED = ["global_batch_size", "order", "drop_last", "collate_fn", "num_workers", "stream", "on_bad_sample", "seed"]
 _OF_FEED += ["exact"]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One global batch of `Run.batches`, cut for this rank; `Run.step` takes it, once or several times."""
-
-    portion: Portion
-    parts: Sequence[Part]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the whole global batch."""
-        return self.portion.rows
-
-    @property
-    def epoch(self) -> int:
-        return self.portion.cursor.epoch
-
-    @property
-    def ends_epoch(self) -> bool:
-        return self.portion.ends_epoch
 
 
 class Run:
@@ -128,16 +105,8 @@ class Run:
         learnt, where = comm.broadcast(lesson_of(config) if self.is_main else None)
         if learnt:
             self.config = config = Config.merge(keywords, ConfigFile.find(), flags, learnt, plan=decided)
-        self.cursor = Cursor()
-        self.total: int | None = None  # updates (or batches) of the loop that runs now; None where nobody knows
-        self._until: int | None = None  # the epoch that it ends before, then
-        self._epoch_rows = 0  # used of the epoch of the newest update
+        self.loop = Loop(self)
         self._portions: dict[int, Portion] = {}  # of this update and of those whose flags have not landed
-        self._epoch_sums = Sums()
-        self._batches = 0
-        self._stop_reason = ""
-        self._loop_ended = False
-        self._error_before = _uncaught()  # an older cell's, in a notebook
         self._closed = True  # until it is open
         self._output: Output | None = None
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
@@ -220,7 +189,7 @@ class Run:
         for event in self._before:
             self._report(*event)
         if saved is not None:
-            self._restore(saved)
+            self.loop.restore(saved)
             redone = 0 if reached is None else max(0, reached + 1 - self.number)
             more = f" ({self.number + redone} were made)" if redone else ""
             self._output.console.say(f"  continues {self.path} after {self.number} updates{more}")
@@ -300,32 +269,11 @@ class Run:
         Raises:
             Stopped: a stop was asked for (a signal, `stop()`): the checkpoint is written.
         """
-        total = self._total(updates, epochs, "updates")
-        return self._loop(total, self._train(total))
+        return self.loop.updates(updates, epochs)
 
     def epochs(self, epochs: int) -> Iterator[Epoch]:
         """Yield each `Epoch`; iterate it for its updates, read its exact means afterwards. Collective."""
-        updates = self.updates(epochs=epochs)
-        while self.cursor.epoch < epochs:
-            number = self.cursor.epoch
-            if self.cursor.offset == 0:
-                self._epoch_sums = Sums()
-            epoch = Epoch(number, self._until_epoch_ends(updates, number), self._epoch_sums)
-            yield epoch
-            for _ in epoch:  # a body that did not iterate (or broke off) still gets its epoch made
-                pass
-            self._out.folder.event(
-                "epoch",
-                update=self.number - 1,
-                epoch=number,
-                updates=epoch.updates,
-                rows=self._epoch_rows,
-                loss=epoch.loss,
-                metrics=epoch.metrics,
-                seconds=epoch.seconds,
-            )
-        for _ in updates:  # let the loop end in its own words
-            pass
+        return self.loop.epochs(epochs)
 
     def batches(self, *, batches: int | None = None, epochs: int | None = None) -> Iterator[Batch]:
         """Yield global batches for `step`: several optimizers in turns, or several updates per batch. Collective.
@@ -334,8 +282,7 @@ class Run:
             batches: Stop when so many batches were used since the run began.
             epochs: Stop when so many epochs were used. Exactly one of the two.
         """
-        total = self._total(batches, epochs, "batches")
-        return self._loop(total, self._feed_batches(total))
+        return self.loop.over_batches(batches, epochs)
 
     def step(self, batch: Batch, *, loss_fn: Callable[..., Any] | None = None, optimizer: str | None = None) -> Update:
         """One update on a batch of `batches`. Collective.
@@ -364,7 +311,7 @@ class Run:
         except LessonError as error:
             raise learn(error, self.config, self.path, self.number) from None
         update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
-        self._out.update(update, portion.rows, self._batches, self.total)
+        self._out.update(update, portion.rows, self.loop.batches, self.loop.total)
         if update.number == self._counts_at:
             self._tell_flops(update.number, portion.rows, counter)
         self._beat()
@@ -388,150 +335,13 @@ class Run:
 
         May be called on one rank alone; no communication of its own.
         """
-        self._stop_reason = reason
+        self.loop.stop_reason = reason
         self.engine.asks_to_stop = 1.0
-
-    def _total(self, count: int | None, epochs: int | None, word: str) -> int | None:
-        if (count is None) == (epochs is None):
-            raise UsageError(f"{word}() takes exactly one of {word}= and epochs=.", fix=[f"run.{word}(epochs=10)"])
-        for name, value in ((word, count), ("epochs", epochs)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r}: a whole number, at least 1.", fix=[f"run.{word}({name}=10)"])
-        self._until = None
-        if count is not None:
-            return count
-        left = [self.feed.updates_in(epoch) for epoch in range(self.cursor.epoch, epochs or 0)]
-        if None in left:
-            self._until = epochs
-            return None
-        return self._batches + sum(map(int, left)) - self.cursor.offset // self.config.global_batch_size  # type: ignore[arg-type]
-
-    def _until_epoch_ends(self, updates: Iterator[Update], number: int) -> Iterator[Update]:
-        while self.cursor.epoch == number:
-            update = next(updates, None)
-            if update is None:
-                return
-            yield update
-        self._out.after_last()
-
-    def _train(self, total: int | None) -> Iterator[Update]:
-        for batch in self._feed_batches(total):
-            try:
-                update = self.step(batch)
-            except Exception:
-                # The batch was not used: a script that catches the error and loops again gets it again.
-                self.cursor, self._batches = batch.portion.cursor, self._batches - 1
-                raise
-            self._end_epochs()  # a schedule's epoch is over before the body sees its last update
-            yield update
-
-    def _goes_on(self, total: int | None) -> bool:
-        return self._batches < total if total is not None else self.cursor.epoch < (self._until or 0)
-
-    def _feed_batches(self, total: int | None) -> Iterator[Batch]:
-        """The batches up to number `total`; between two of them the requests (to stop, to save) are looked at."""
-        while self._goes_on(total):
-            updates = None if total is None else total - self._batches
-            epochs = None if self._until is None else self._until - self.cursor.epoch
-            portions = self.feed.portions(self.cursor, updates=updates, epochs=epochs)
-            for portion in self._out.pulse.timed(portions):
-                self._end_epochs()
-                self._epoch_rows = portion.cursor.offset + portion.rows
-                parts = [
-                    (number, piece.rows, self._prepared(piece.batch, number, piece.rows))
-                    for (number, _), piece in zip(self.engine.cut.numbered(portion.planned), portion.pieces)
-                    if piece.rows
-                ]
-                for row, text in portion.skipped:
-                    self._report("bad_row", self.number, {"row": row, "error": text})
-                # From here on the batch counts as used: its body may save.
-                self.cursor = portion.next
-                self._batches += 1
-                yield Batch(portion, parts)
-                self._out.after_last()
-                self._between()
-                if self.cursor is not portion.next:
-                    break  # the body called load(): read on from there
-        self._end_epochs()
-
-    def _end_epochs(self) -> None:
-        """Schedules make the steps of the epochs that are over."""
-        for target in self.engine.targets.values():
-            while target.schedule.epochs < self.cursor.epoch:
-                self.engine.settle()
-                target.schedule.after_epoch()
-
-    def _loop(self, total: int | None, items: Iterator[Any]) -> Iterator[Any]:
-        """Around a loop: schedules are built and shown, signals ask for a stop, and the end is written down."""
-        self._must_be_open()
-        began, self.total, self._loop_ended = time.perf_counter(), total, False
-        steps, goes_on = None if total is None else total - self._batches, self._goes_on(total)
-        for target in self.engine.targets.values():
-            # A loop that a resume finds over was as long as it was then, not as this count of what is left says.
-            target.schedule.build(total, same=goes_on and not self.saving.other_data)
-        if goes_on and self.is_main:
-            for line in schedule_lines(self.engine, steps, self.feed.updates_in(0)):
-                self._out.console.say(line)
-        self.saving.start(self.number)
-        self._beat.begin()
-        if self._watch is not None:
-            self._watch.begin()
-        try:
-            with stop_signals(self._asked_by_signal):
-                yield from items
-            self.engine.settle()
-            self.engine.meet()
-            if self._watch is not None:
-                self._watch.finish()
-            self._loop_ended, self._error_before = True, _uncaught()
-            self.profile.stop(self.path, self.rank)
-            if goes_on:
-                if self.config.save_every is not None:
-                    self._save(self.number)
-                if self._predicted and self.is_main:
-                    line, peaks = compare(self._predicted, self.device)
-                    self._out.console.say(line)
-                    self._out.folder.event("peak", update=self.number - 1, **peaks)
-                self._out.folder.event("finish", update=self.number - 1, updates=self.number, seconds=_since(began))
-                self._out.say_goodput()
-        except GeneratorExit:
-            # `break`: the script decided that this is enough. After an exception in the body it is not (see close).
-            self._loop_ended, self._error_before = True, _uncaught()
-            raise
-        finally:
-            self._beat.end()
-            self._out.finish_loop(self.total)
 
     def _say(self, text: str) -> None:
         """A line on the console, and in the events; called on all ranks, shown by rank 0."""
         self._out.console.say(f"  {text}")
         self._out.folder.event("warning", text=text)
-
-    def _asked_by_signal(self, name: str) -> None:
-        self._out.console.say(f"{name}: stops after this update and saves" + _HOW_NOW.get(name, ""))
-        self.stop(name)
-
-    def _between(self) -> None:
-        """The loop asked for more: what was requested is done now, on all ranks alike."""
-        if self._watch is not None:
-            self._watch.between()
-        stop, save = self.engine.agreed()
-        if stop:
-            self._save_and_stop()
-        if self.is_main and self.saving.time_is_up():
-            # Clocks differ between ranks: rank 0's decides, and the request travels with the next update.
-            self.engine.asks_to_save = 1.0
-        self.saving.landed()
-        if save or self.saving.is_due(self.number):
-            self._save(self.number, behind=True)
-
-    def _save_and_stop(self) -> None:
-        reasons = [reason for reason in comm.all_gather(self._stop_reason) if reason]
-        reason = reasons[0] if reasons else "a stop was asked for"
-        self._save(self.number)
-        self._out.folder.event("stop", update=self.number - 1, reason=reason)
-        self._out.console.say(f"stopped after {self.number} updates ({reason}); start it again to continue")
-        raise Stopped(reason)
 
     # ------------------------------------------------------------------------------------------------ between updates
 
@@ -593,13 +403,13 @@ class Run:
         """A checkpoint under a name of its own, which is kept: `run.save("best")`. Collective."""
         if not isinstance(name, str):
             raise UsageError(f"save({name!r}): checkpoints of your own have names.", fix=['run.save("best")'])
-        self._save(name)
+        self.loop.save(name)
 
     def load(self, name: str) -> None:
         """Put everything back to the checkpoint saved under `name`, the data position included. Collective."""
         self.saving.landed(wait=True)
         with self.group.call("load"):
-            self._restore(self.saving.read(name))
+            self.loop.restore(self.saving.read(name))
 
     def export(self, path: str | os.PathLike[str], *, model: torch.nn.Module | None = None) -> None:
         """Weights with plain names as safetensors: of the run's model, or `model=run.ema`. Collective."""
@@ -612,23 +422,6 @@ class Run:
             shards = self.engine.shards_of(model)
             whole = shards.state_dict() if shards is not None else None
             export_weights(whole or (self.engine.model if model is None else model), Path(path))
-
-    def _save(self, name: str | int, *, behind: bool = False) -> None:
-        position = {
-            "cursor": [self.cursor.epoch, self.cursor.offset],
-            "stream": marks_of(self.cursor, self.config.stream, self.world_size),
-            "batches": self._batches,
-            "epoch": self._epoch_sums.state_dict(),
-        }
-        self.saving.write(name, position, self.number, behind=behind)
-
-    def _restore(self, states: Mapping[str, Any]) -> None:
-        position = self.saving.restore(states)
-        epoch, offset = position["cursor"]
-        self.cursor = Cursor(epoch, offset, mark_from(position, self.rank, self.world_size))
-        self._batches = position["batches"]
-        self._epoch_sums = Sums()
-        self._epoch_sums.load_state_dict(position["epoch"])
 
     def _loss_fn(self) -> MetricFn:
         if self.engine.loss_fn is None:
@@ -663,7 +456,7 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        if (error := _uncaught()) is not None and error is not self._error_before:
+        if (error := uncaught()) is not None and error is not self.loop.error_before:
             self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
         self.feed.close()
         self.saving.landed(wait=True)
@@ -690,16 +483,12 @@ class Run:
 
     def _mark_finished(self) -> None:
         """The loop came to its end and no exception ended the script since: there is nothing to continue."""
-        if self._loop_ended and self.is_main and _uncaught() is self._error_before:
+        if self.loop.ended and self.is_main and uncaught() is self.loop.error_before:
             try:
                 (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
             except OSError as error:
                 why = f"({error.strerror}): a next run would continue it"
                 self._say(f"{self.path} could not be marked as finished {why}")
-
-    def _must_be_open(self) -> None:
-        if self._closed:
-            raise UsageError("this run is closed.", fix=["construct another Run", "or close it after the last loop"])
 
     def __enter__(self) -> Run:
         return self
@@ -708,7 +497,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._loop_ended, self.saving.failed = False, None  # one error is enough
+            self.loop.ended, self.saving.failed = False, None  # one error is enough
         if error is not None and not isinstance(error, SystemExit):
             self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
         self.close()
@@ -736,14 +525,6 @@ def _close(run: weakref.ref[Run]) -> None:
     alive = run()
     if alive is not None:
         alive.close()
-
-
-def _uncaught() -> BaseException | None:
-    """The exception that nothing caught: of the script, or of an earlier cell of a notebook."""
-    return getattr(sys, "last_value", None)
-
-
-_HOW_NOW = {"SIGINT": "; Ctrl-C again stops now", "SIGTERM": "; a second one stops now"}
 
 
 def _since(began: float) -> float:

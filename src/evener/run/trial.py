@@ -9,7 +9,6 @@ comparison, it is where to look when one fails. The training itself is not chang
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -18,7 +17,7 @@ import random
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,8 @@ from evener.engine.setup import plain_name
 from evener.plan.handed import Trial
 
 if TYPE_CHECKING:
-    from evener.run.run import Batch, Run
+    from evener.run.batch import Batch
+    from evener.run.run import Run
 
 _LARGE = 1 << 26  # bytes of a thing beside the run's state that are still hashed after every batch
 _ROOM = 1 << 30  # bytes of tensors that a trace may keep after every batch; else after those asked for only
@@ -65,11 +65,14 @@ class Watch:
         if trial.no_memory:
             run.engine.step_parts = functools.partial(self._without_memory, run.engine.step_parts)  # type: ignore[method-assign]
         self.randomness = run.engine.randomness = Listening(run.engine.randomness)
-        told = Path(trial.answers).read_text("ascii").splitlines() if trial.answers is not None else ()
-        self.answers = [line["means"] for line in map(json.loads, told) if line["kind"] == "evaluate"]
-        for module in run.engine.model.modules() if trial.still else ():
-            if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-                module.p = 0.0
+        self.answers: list[dict[str, float]] | None = None
+        if trial.answers is not None:
+            lines = map(json.loads, Path(trial.answers).read_text("ascii").splitlines())
+            self.answers = [line["means"] for line in lines if line["kind"] == "evaluate"]
+        if trial.still:
+            for module in run.engine.model.modules():
+                if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+                    module.p = 0.0
         for target in run.engine.targets.values():
             target.optimizer.register_step_pre_hook(functools.partial(self._before_optimizer, target.parameters))
 
@@ -80,31 +83,33 @@ class Watch:
         if self.begun:
             return
         self.begun = True
-        run, engine, config = self.run, self.run.engine, self.run.config
+        engine, config = self.run.engine, self.run.config
         pieces = engine.cut.pieces(config.global_batch_size)
-        columns = isinstance(run.feed.source.dataset, Columns)
+        columns = isinstance(self.run.feed.source.dataset, Columns)
         about = {
+            "world_size": self.run.world_size,
             "global_batch_size": config.global_batch_size,
             "largest_piece": max((stop - start for start, stop in pieces), default=0),
             "slice_size": engine.cut.slice_size,
             "exact": engine.batch.exact,
             "precision": engine.precision.name,
             "reads": "stream" if config.stream else "columns" if columns else "rows",
-            "number": run.number,
+            "number": self.run.number,
             "compile": config.compile,
         }
-        self._write("begin", batch=run._batches, **about, **self._there())
+        self._write("begin", batch=self.run.loop.batches, **about, **self._there())
 
     def stepped(self, batch: Batch, update: Any) -> None:
         """After an update, before the loop's body sees it."""
         if batch is not self.batch:
             self.batch = batch
             self.rows = list(self._row_digests(batch))
-        self.updates.append({name: getattr(update, name) for name in ("loss", "lr", "skipped")})
+        values = {name: getattr(update, name) for name in ("number", "loss", "lr", "grad_norm", "count", "skipped")}
+        self.updates.append({**values, "metrics": update.metrics})
 
     def between(self) -> None:
         """The loop asks for the next batch: write down the one that is done. Ends the process after the last one."""
-        done = self.run._batches
+        done = self.run.loop.batches
         if self.batch is not None:
             self._turn(done, self.batch.portion)
         self.updates, self.gradient, self.batch = [], {}, None
@@ -131,14 +136,15 @@ class Watch:
         again: dict[str, Any] = {"injected": self.injected}
         feed, config = self.run.feed, self.run.config
         if self.first_rows is not None and config.stream is None:
-            pieces = [piece for portion in feed.portions(Cursor(0, 0), updates=1) for piece in portion.pieces]
-            hashes = [(piece.start, _rows_of(piece.batch, piece.rows, config.split)) for piece in pieces]
-            found = [[start + i, one] for start, some in hashes for i, one in enumerate(some)]
+            found: list[Any] = []
+            for portion in feed.portions(Cursor(0, 0), updates=1):
+                for piece in portion.pieces:
+                    hashes = _rows_of(piece.batch, piece.rows, config.split)
+                    found += [[piece.start + i, one] for i, one in enumerate(hashes)]
             again["rows"] = [self.first_rows, self._gathered(found)]
         order = getattr(feed, "order", None)
         if isinstance(order, Order) and callable(order.kind):
-            asked = (order, Order(order.rows, order.seed, order.kind))
-            both = [(one.indices(epoch, 0, one.length(epoch)).tolist(), epoch) for one in asked for epoch in (1, 0)]
+            both = [(o.indices(e, 0, o.length(e)).tolist(), e) for o in (order, _fresh(order)) for e in (1, 0)]
             again["order"] = [[digest(ids) for ids, epoch in both if epoch == e] for e in (0, 1)]
         self._write("end", **again)
 
@@ -162,8 +168,8 @@ class Watch:
         kept |= {f"gradient {name}": tensor for name, tensor in self.gradient.items()}
         small = sum(tensor.nbytes for tensor in kept.values()) * self.trial.batches <= _ROOM
         if (small or done in self.trial.keep) and self.file is not None:
-            path = Path(self.trial.folder, f"tensors-{done}.safetensors")
-            safetensors.torch.save_file({name: _wide(tensor) for name, tensor in kept.items()}, path)
+            whole = {name: _wide(tensor) for name, tensor in kept.items()}
+            safetensors.torch.save_file(whole, Path(self.trial.folder) / f"tensors-{done}.safetensors")
         self._write(
             "batch",
             batch=done - 1,
@@ -180,12 +186,12 @@ class Watch:
         """Hashes of the run's state, and of everything else that is in sight. Collective."""
         tensors = {name: digest(value) for name, value in self._state()}
         every = comm.all_gather(digest(tensors))
-        all_of_them = comm.all_gather(tensors) if any(one != every[0] for one in every) else []
-        differ = {
-            name: ranks
-            for name in tensors
-            if (ranks := [rank for rank, one in enumerate(all_of_them) if one.get(name) != tensors[name]])
-        }
+        differ: dict[str, list[int]] = {}
+        if any(one != every[0] for one in every):
+            all_of_them = comm.all_gather(tensors)
+            for name in tensors:
+                ranks = [rank for rank, one in enumerate(all_of_them) if one.get(name) != tensors[name]]
+                differ |= {name: ranks} if ranks else {}
         drawn = (("torch", torch.get_rng_state()), ("random", random.getstate()), ("numpy", numpy.random.get_state()))
         return {
             "state": tensors,
@@ -202,8 +208,10 @@ class Watch:
         trained = set(self.names.values())
         for name, tensor in state["model"].items():
             yield f"{'parameter' if name in trained else 'buffer'} {name}", tensor
-        for kind, key in (("buffer", "buffers"), ("ema", "ema")):
-            yield from ((f"{kind} {name}", value) for name, value in (state[key] or {}).items())
+        for name, value in (state["buffers"] or {}).items():
+            yield f"buffer {name}", value
+        if state["ema"] is not None:
+            yield from ((f"ema {name}", value) for name, value in state["ema"].items())
         for target, values in state["targets"].items():
             order = [name for group in state["groups"][target] for name in group]
             for number, entries in values["optimizer"]["state"].items():
@@ -224,9 +232,8 @@ class Watch:
         for function in functions:
             if isinstance(function, types.FunctionType) and function not in seen and function.__module__ in self.user:
                 seen.add(function)
-                for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-                    with contextlib.suppress(ValueError):  # one that has no value yet
-                        yield f"variable {key} of {function.__name__}", cell.cell_contents
+                cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+                yield from ((f"variable {key} of {function.__name__}", _content(cell)) for key, cell in cells)
                 if function.__defaults__:
                     yield f"defaults of {function.__name__}", function.__defaults__
             elif hasattr(function, "__dict__") and type(function).__module__ in self.user:
@@ -250,7 +257,7 @@ class Watch:
             yield from ([piece.start + i, *both] for i, both in enumerate(zip(raw, after)))
 
     def _before_optimizer(self, parameters: Any, *_: Any) -> None:
-        if self.trial.kill == self.run._batches - 1 and self.run.rank == self.run.world_size - 1:
+        if self.trial.kill == self.run.loop.batches - 1 and self.run.rank == self.run.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -311,41 +318,37 @@ def digest(value: Any, user: frozenset[str] = frozenset(), *, limit: int | None 
     return total.hexdigest()
 
 
-_GENERATORS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (torch.Generator, lambda one: one.get_state()),
-    (random.Random, lambda one: one.getstate()),
-    (numpy.random.Generator, lambda one: one.bit_generator.state),
-    (numpy.random.RandomState, lambda one: one.get_state(legacy=False)),
-)
-
-
 def _add(total: Any, value: Any, user: frozenset[str], limit: int | None, depth: int) -> None:
-    for kind, state in _GENERATORS:
-        value = state(value) if isinstance(value, kind) else value
-    if isinstance(value, torch.Tensor | numpy.ndarray):
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if isinstance(value, torch.Tensor):
         total.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        if limit is not None and value.nbytes > limit:
-            return
-        if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
+        if not value.is_meta and (limit is None or value.nbytes <= limit) and value.layout is torch.strided:
             total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        elif isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-            total.update(numpy.ascontiguousarray(value).tobytes())
         return
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject is False:
+        total.update(f"{value.dtype} {value.shape}".encode())
+        total.update(b"" if limit is not None and value.nbytes > limit else numpy.ascontiguousarray(value).tobytes())
+        return
+    if isinstance(value, random.Random):
+        value = value.getstate()
+    elif isinstance(value, numpy.random.Generator):
+        value = value.bit_generator.state
+    elif isinstance(value, numpy.random.RandomState):
+        value = value.get_state(legacy=False)
     total.update(type(value).__name__.encode())
     if isinstance(value, _PLAIN) or type(value).__module__ == "itertools":
         total.update(repr(value).encode())
-    elif isinstance(value, set | frozenset):
-        total.update(repr(sorted(map(repr, value))).encode())
-    elif depth >= 5:
-        return
-    elif isinstance(value, Mapping):
+    elif depth < 5 and isinstance(value, Mapping):
         for key, one in list(value.items())[:10_000]:
             total.update(repr(key).encode())
             _add(total, one, user, limit, depth + 1)
-    elif isinstance(value, list | tuple):
+    elif depth < 5 and isinstance(value, list | tuple):
         for one in value[:100_000]:
             _add(total, one, user, limit, depth + 1)
-    elif type(value).__module__ in user and not isinstance(value, torch.nn.Module):
+    elif isinstance(value, set | frozenset):
+        total.update(repr(sorted(map(repr, value))).encode())
+    elif depth < 5 and type(value).__module__ in user and not isinstance(value, torch.nn.Module):
         _add(total, getattr(value, "__dict__", {}), user, limit, depth + 1)
 
 
@@ -365,13 +368,24 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.float() if tensor.dtype.itemsize < 4 and tensor.is_floating_point() else tensor).contiguous().clone()
 
 
+def _fresh(order: Order) -> Order:
+    return Order(order.rows, order.seed, order.kind)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
 def _users_modules() -> frozenset[str]:
     """`__main__`, and the modules beside the script."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     folder = os.path.dirname(os.path.abspath(file)) + os.sep if file else None
     found = {"__main__"}
-    for name, module in list(sys.modules.items()) if folder else ():
+    for name, module in list(sys.modules.items()):
         where = getattr(module, "__file__", None) or ""
-        if where.startswith(folder or "") and "site-packages" not in where and name.partition(".")[0] != "evener":
+        if folder and where.startswith(folder) and "site-packages" not in where and name.partition(".")[0] != "evener":
             found.add(name)
     return frozenset(found)
