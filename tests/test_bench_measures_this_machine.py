@@ -97,7 +97,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         (["matmull"], "'matmull' is no part of the bench"),
         (["--nproc", "0"], "--nproc 0: at least 1"),
         (["--seconds", "0"], "above 0"),
-        (["data", "--cpu", "--calibrate"], "of a CPU only the products are kept"),
+        (["data", "--cpu", "--calibrate"], "of a CPU what matmul, memory and comm measure is kept"),
     ],
 )
 def test_bad_input(words, text, capsys):

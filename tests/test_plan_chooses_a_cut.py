@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,3 +308,19 @@ def test_from_a_script_to_a_plan_to_a_run(tmp_path):
     assert "peak memory" in ran.stdout + ran.stderr
     kept = json.loads((tmp_path / ".cache" / "evener" / "peaks.jsonl").read_text())
     assert kept == {"kind": "cpu", "predicted_bytes": peak["predicted_bytes"], "real_bytes": peak["real_bytes"]}
+
+
+@pytest.mark.full
+def test_a_70_b_model_on_1024_gpus_takes_two_minutes_of_processor_time_and_8_gib_at_most(tmp_path):
+    root, before = Path(__file__).parents[1], resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = ["--gpu", "H100-80GB", "--nproc", "8", "--nodes", "128", "--timeout", "1200", "--json"]
+    command = [sys.executable, "-m", "evener", "plan", *words, str(root / "bench" / "plan_llama70b.py")]
+    env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    chosen, after = json.loads(done.stdout)["chosen"], resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (chosen["strategy"], chosen["world_size"], chosen["how"]) == ("fsdp", 1024, "extrapolated")
+    # parameters, gradients and two moments of 70.6e9 in fp32, over 1,024 ranks; gathered and recomputed beside them
+    assert 16 * 70.6e9 / 1024 < chosen["peak_allocated_bytes"] < chosen["high_bytes"] < 80e9
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 120
+    assert after.ru_maxrss < 8 << 20, "KiB"

@@ -136,8 +136,8 @@ def test_a_calibration_narrows_the_range_and_an_uncalibrated_time_says_so():
 def test_a_calibrated_cpu_has_a_time_that_its_processes_share(tmp_path):
     file = tmp_path / "calibration.json"
     measured = {"fp32": 1e11, "memory_bytes_per_second": 1e10, "launch_us": 5.0, "network_bytes_per_second": 1e9}
-    file.write_text(json.dumps({"gpus": {"cpu": measured}}))
-    one, two = (calibrated(Machine("cpu", "the CPU", 1 << 30, "test", gpus=n), file) for n in (1, 2))
+    file.write_text(json.dumps({"cpus": {"A CPU": measured}}))
+    one, two = (calibrated(Machine("cpu", "the CPU", 1 << 30, "test", gpus=n), file, cpu="A CPU") for n in (1, 2))
     work = trace(product(1024, "float32"))
     alone, shared = seconds(work, one), seconds(work, two)
     assert alone.mid == pytest.approx(5e-6 + 2e-6 + 2 * 1024**3 / 1e11)

@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
     if not given.seconds > 0 or not given.longest > 0:
         raise UsageError("--seconds and --longest are above 0.")
     gpus = 0 if given.cpu else len(look.look(os.environ).gpus)
-    if given.calibrate and gpus == 0 and "matmul" not in parts:
-        fix = ["evener bench matmul --cpu --calibrate"]
-        raise UsageError("--calibrate: of a CPU only the products are kept, and `matmul` measures them.", fix=fix)
+    if given.calibrate and gpus == 0 and not {"matmul", "memory", "comm"} & set(parts):
+        fix = ["evener bench matmul memory --cpu --calibrate"]
+        raise UsageError("--calibrate: of a CPU what matmul, memory and comm measure is kept.", fix=fix)
     asked = {name: getattr(given, name) for name in ("seconds", "longest", "dataset")}
     asked |= {"cpu": gpus == 0, "show": not given.json or sys.stderr.isatty()}
     groups: dict[int, list[str]] = {}  # what needs several processes runs under the launcher, the rest in one
@@ -116,13 +116,20 @@ def measure(nproc: int, asked: Mapping[str, Any], folder: str) -> int:
 
 def calibration(machine: Mapping[str, Any], results: Sequence[Result]) -> tuple[str, str, dict[str, float]]:
     """ "gpus", the kind, and its measured shares of the sheet's peak, bandwidth and links; or "cpus", the name, and the
-    FLOP/s per format."""
+    FLOP/s per format and bytes/s, for there is no sheet."""
     from evener import facts
 
     name = machine.get("name", "this device")
     found: dict[str, float] = {}
     products = [one for one in results if one["part"] == "matmul"]
+    copies = [one["bytes_per_second"] for one in results if one.get("name", "").startswith("copy on")]
+    buses = [one["bus_bytes_per_second"] for one in results if one["part"] == "comm" and one["name"] == "all_reduce"]
+    for one in results:
+        if one["part"] == "memory" and one["bytes_per_second"] is None:
+            found["launch_us"] = one["seconds"] * 1e6
     if machine.get("device") == "cpu":
+        for speed, measured in (("memory", copies), ("network", buses)):
+            found |= {f"{speed}_bytes_per_second": max(measured)} if measured else {}
         for one in products:
             found[one["name"]] = max(found.get(one["name"], 0.0), one["flops_per_second"])
         return "cpus", name, found
@@ -130,13 +137,9 @@ def calibration(machine: Mapping[str, Any], results: Sequence[Result]) -> tuple[
         raise UsageError(f"--calibrate: {name} is in no table of peaks.")
     if shares := [one["share_of_peak"] for one in products if one.get("share_of_peak")]:
         found["matmul"] = max(shares)
-    for one in results:
-        if one["part"] == "memory" and one["name"].startswith("copy on the device") and kind.memory_bandwidth:
-            found["memory"] = one["bytes_per_second"] / kind.memory_bandwidth
-        if one["part"] == "memory" and one["bytes_per_second"] is None:
-            found["launch_us"] = one["seconds"] * 1e6
+    if copies and kind.memory_bandwidth:
+        found["memory"] = max(copies) / kind.memory_bandwidth
     link = kind.nvlink_bandwidth or kind.pcie_bandwidth
-    buses = [one["bus_bytes_per_second"] for one in results if one["part"] == "comm" and one["name"] == "all_reduce"]
     if buses and link:
         found["network"] = max(buses) / link
     return "gpus", kind.name, found

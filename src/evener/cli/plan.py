@@ -34,11 +34,9 @@ Options may stand before or right after SCRIPT; the first word that is none of t
 
 examples:
   evener plan train.py                               for the GPUs of this machine, or its CPU
-  evener plan --gpu H100-80GB train.py --lr 0.1      for one GPU that is not here
   evener plan --gpu A100-80GB --nproc 8 --nodes 2 train.py
   evener plan --gpus recorded.json train.py          for the machine that `evener gpus --record` was run on
   evener plan train.py --gpu L40S --json -- --lr 0.1 the script's own arguments after `--`
-  evener plan --set activation_checkpointing=full --gpu 4090 train.py
   evener plan --json --gpu 4090 --nproc 2 train.py > plan.json; evener run --plan plan.json train.py
 
 exit codes: 0 a cut fits; 1 the script or its step cannot be planned; 2 a wrong option; 3 no cut fits, or no GPU is here
@@ -58,11 +56,22 @@ def parser() -> Parser:
     add("--gpus", metavar="FILE", help="a recording of `evener gpus --record`")
     add("--here", action="store_true", help="the GPUs of this machine, or its CPU (the default)")
     add("--cpu", action="store_true", help="the CPU of this machine: its memory is the capacity")
-    add("--nproc", metavar="N", help="GPUs (processes) per node (default: all of a machine, one of a named kind)")
-    add("--nodes", metavar="N", default="1", help="machines (default: 1)")
+    add(
+        "--nproc",
+        metavar="N",
+        type=int,
+        help="GPUs (processes) per node (default: all of a machine, one of a named kind)",
+    )
+    add("--nodes", metavar="N", type=int, default=1, help="machines (default: 1)")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="a keyword of evener.Run, as in `evener run`")
     add("--calibration", metavar="FILE", help="measured speeds (default: ~/.cache/evener/calibration.json, if there)")
-    add("--timeout", metavar="SECONDS", default="600", help="for the script up to its Run, and for each trace (600)")
+    add(
+        "--timeout",
+        metavar="SECONDS",
+        type=int,
+        default=600,
+        help="for the script up to its Run, and for each trace (600)",
+    )
     add("--all", action="store_true", help="compare every combination, however long it takes; show every microbatch")
     add("--json", action="store_true", help="print the result as JSON, progress goes to stderr")
     return options
@@ -89,14 +98,13 @@ def main(argv: list[str]) -> int:
 
     if given.here and (given.gpu or given.gpus):
         raise UsageError("--here is this machine, and another one is named.", fix=["leave one of them out"])
-    nproc, nodes = given.nproc and _count("--nproc", given.nproc), _count("--nodes", given.nodes)
-    machine = machine_of(gpu=given.gpu, recorded=given.gpus, cpu=given.cpu, nproc=nproc, nodes=nodes)
-    machine = calibrated(machine, Path(given.calibration) if given.calibration else None)
+    machine = machine_of(gpu=given.gpu, recorded=given.gpus, cpu=given.cpu, nproc=given.nproc, nodes=given.nodes)
     words = ["-m", given.module, *target] if given.module else target
     overrides = dict(to_override(word) for word in given.set)
     _say(f"running {given.module or target[0]} up to its Run")
-    with Child(words, shim=shim_path(), overrides=overrides, seconds=_count("--timeout", given.timeout)) as child:
+    with Child(words, shim=shim_path(), overrides=overrides, seconds=given.timeout) as child:
         captured = child.captured
+        machine = calibrated(machine, Path(given.calibration) if given.calibration else None, cpu=captured.cpu)
 
         def trace(cut: Cut) -> Trace:
             return child.trace(cut, device=machine.device, capability=machine.capability)
@@ -132,16 +140,11 @@ def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterato
         yield from _peak(chosen.at_peak)
         terms = ", ".join(_term(one) for one in chosen.terms if one.high_bytes >= 1 << 20)
         yield from _wrapped(f"beside it: {terms}", "    ", "  ") if terms else ()
-    for title, lines in (
-        ("one more, one less", plan.neighbours),
-        ("not counted", plan.untraced),
-        ("notes", plan.notes),
-    ):
-        if lines:
-            yield ""
-            yield title
-            for line in lines:
-                yield from _wrapped(line, "    ", "  ")
+    told = {"one more, one less": plan.neighbours, "not counted": plan.untraced, "notes": plan.notes}
+    for title, lines in told.items():
+        yield from ("", title) if lines else ()
+        for line in lines:
+            yield from _wrapped(line, "    ", "  ")
 
 
 def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterator[str]:
@@ -149,8 +152,8 @@ def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterat
     shown = [row for row in plan.cuts if row.verdict != "not possible" and (everything or _worth(row, plan))]
     most = max((row.high_bytes or 0 for row in shown), default=0)
     unit, name = (1 << 30, "GiB") if most >= 2 << 30 else (1 << 20, "MiB")
-    left = ["", "strategy", "dtype", "recompute", "saved", "pieces"]
-    lines = [[*left, "alloc", "resv", "total", "low-high", "update", "rows/s", f"({name})"]]
+    head = ["", "strategy", "dtype", "recompute", "saved", "pieces"]
+    lines = [[*head, "alloc", "resv", "total", "low-high", "update", "rows/s", f"({name})"]]
     for row in shown:
         cut = row.cut
         low, high = _number(row.low_bytes, unit), _number(row.high_bytes, unit)
@@ -164,13 +167,10 @@ def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterat
         lines = [line[:4] + line[5:] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
-        aligned = [
-            cell.ljust(width) if i < len(line) - 8 or i == len(line) - 1 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths))
-        ]
-        yield " ".join(aligned).rstrip()
-    reasons = {row.reason: row for row in plan.cuts if row.reason}
-    for reason, row in reasons.items():
+        texts, figures = zip(line[:-8], widths), zip(line[-8:-1], widths[-8:])
+        aligned = [text.ljust(width) for text, width in texts] + [one.rjust(width) for one, width in figures]
+        yield " ".join([*aligned, line[-1]]).rstrip()
+    for reason, row in {row.reason: row for row in reversed(plan.cuts) if row.reason}.items():
         what = f"{row.cut.strategy}, {row.cut.precision}, recompute {row.cut.activation_checkpointing}"
         yield from _wrapped(f"{row.verdict}: {what}: {reason}", "    ", "  ")
     if plan.chosen is not None and plan.chosen.seconds_low:
@@ -192,27 +192,18 @@ def contract(row: Row, captured: Captured) -> str:
 
     cut = row.cut
     compute, whole = cut.precision.removesuffix("-true"), cut.precision.endswith("-true")
-    kept = compute if whole else "fp32"
-    words = PrecisionWords(compute=compute, master=kept, reduce=kept, scaler=cut.precision.startswith("fp16"))
-    if compute in ("fp32", "tf32"):
-        words = PrecisionWords(compute=compute)
+    words = PrecisionWords(compute=compute)
+    if compute not in ("fp32", "tf32"):
+        kept = compute if whole else "fp32"
+        words = PrecisionWords(compute=compute, master=kept, reduce=kept, scaler=compute == "fp16")
     notes = [f"recompute {cut.activation_checkpointing}"] * (cut.activation_checkpointing != "none")
     notes += [f"activations {cut.saved_activations}"] * (cut.saved_activations != "keep")
     by = captured.given.get("schedule_by", {}).get("value", "update") if "scheduler" in captured.given else None
+    coupled = captured.slice_size is not None and not captured.exact
+    sizes = {name: getattr(cut, name) for name in ("world_size", "microbatches", "microbatch_size", "strategy")}
+    sizes |= {"global_batch_size": captured.global_batch_size, "slice_size": captured.slice_size}
     return contract_line(
-        Contract(
-            global_batch_size=captured.global_batch_size,
-            world_size=cut.world_size,
-            microbatches=cut.microbatches,
-            microbatch_size=cut.microbatch_size,
-            slice_size=captured.slice_size,
-            precision=words,
-            strategy=cut.strategy,
-            exact=captured.exact,
-            coupled=captured.slice_size is not None and not captured.exact,
-            schedule_by=by,
-            notes=tuple(notes),
-        )
+        Contract(**sizes, precision=words, exact=captured.exact, coupled=coupled, schedule_by=by, notes=tuple(notes))
     )
 
 
@@ -248,12 +239,6 @@ def _number(size: int | None, unit: int) -> str:
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
     start = indent if first is None else first
     return textwrap.wrap(text, 100, initial_indent=start, subsequent_indent=indent, break_long_words=False) or [""]
-
-
-def _count(option: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"{option} {text}: not a whole number, at least 1.", fix=[f"{option} 2"])
-    return int(text)
 
 
 def _say(line: str) -> None:

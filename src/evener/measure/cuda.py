@@ -8,6 +8,7 @@ read from the header of the torch that is installed (ATen/autocast_mode.h), not 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import warnings
@@ -204,12 +205,10 @@ class _Attention:
                 attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
             bias = None if attn_mask is None else attn_mask.expand(*q.shape[:-1], k.shape[-2])
             grads = any(one.requires_grad for one in (q, k, v)) and torch.is_grad_enabled()
-            return aten._scaled_dot_product_efficient_attention(
-                q, k, v, bias, grads, dropout_p, is_causal, scale=scale
-            )[0]
-        return aten._scaled_dot_product_attention_math(
-            q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
+            efficient = aten._scaled_dot_product_efficient_attention
+            return efficient(q, k, v, bias, grads, dropout_p, is_causal, scale=scale)[0]
+        math = functools.partial(aten._scaled_dot_product_attention_math, scale=scale, enable_gqa=enable_gqa)
+        return math(q, k, v, attn_mask, dropout_p, is_causal, None)[0]
 
     def choose(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, gqa: bool
@@ -219,21 +218,23 @@ class _Attention:
         half = q.dtype in _HALVES
         if q.ndim != 4:
             return "math", f"{q.ndim} dimensions"
-        no_flash = [
-            *(["a mask"] if mask is not None else []),
-            *([] if half else [f"{str(q.dtype)[6:]}"]),
-            *([f"compute capability {self.capability[0]}.{self.capability[1]}"] if self.capability < (8, 0) else []),
-            *([f"heads of {q.shape[-1]}"] if q.shape[-1] > 256 or v.shape[-1] != q.shape[-1] else []),
-            *([] if on.flash_sdp_enabled() else ["switched off"]),
-        ]
+        old, width = self.capability < (8, 0), q.shape[-1]
+        flash = {
+            "a mask": mask is not None,
+            str(q.dtype)[6:]: not half,
+            f"compute capability {self.capability[0]}.{self.capability[1]}": old,
+            f"heads of {width}": width > 256 or v.shape[-1] != width,
+            "switched off": not on.flash_sdp_enabled(),
+        }
+        efficient = {
+            "grouped queries": gqa and q.shape[-3] != k.shape[-3],
+            "bfloat16 before 8.0": q.dtype == torch.bfloat16 and old,
+            "float64": q.dtype == torch.float64,
+            "switched off": not on.mem_efficient_sdp_enabled(),
+        }
+        no_flash, no_efficient = ([why for why, so in reasons.items() if so] for reasons in (flash, efficient))
         if not no_flash:
             return "flash", ""
-        no_efficient = [
-            *(["grouped queries"] if gqa and q.shape[-3] != k.shape[-3] else []),
-            *(["bfloat16 before 8.0"] if q.dtype == torch.bfloat16 and self.capability < (8, 0) else []),
-            *(["float64"] if q.dtype == torch.float64 else []),
-            *([] if on.mem_efficient_sdp_enabled() else ["switched off"]),
-        ]
         if not no_efficient:
             return "memory-efficient", f"no flash: {', '.join(no_flash)}"
         return "math", f"no flash: {', '.join(no_flash)}; not memory-efficient: {', '.join(no_efficient)}"

@@ -296,11 +296,11 @@ class Ledger(private.TorchDispatchMode):
                 if life is not None and life.category in ("temporary", "activation"):
                     life.category = "communication"
         size = max(sum(one.numel() * one.element_size() for one in side) for side in sides)
-        group = next((one for one in args if "ProcessGroup" in str(type(one)) or _is_group(one)), None)
+        group = next((private.size_of_group(one) for one in args if private.is_group(one)), 1)
         names = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
         if size:
             waits = not _asked_async(func, args)
-            self.events.append(Collective(names.get(kind, kind), size, _size(group), self.phase, waits))
+            self.events.append(Collective(names.get(kind, kind), size, group, self.phase, waits))
         done = private.work_done()
         return (args[0], done) if len(func._schema.returns) == 2 else done
 
@@ -389,16 +389,6 @@ def _once(one: Any, seen: set[int]) -> int:
     return size
 
 
-def _is_group(one: Any) -> bool:
-    return isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())
-
-
-def _size(group: Any) -> int:
-    return private.size_of_group(group) if group is not None else 1
-
-
 def _asked_async(func: Any, args: Any) -> bool:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "async_op":
-            return bool(args[position]) if position < len(args) else True
-    return False
+    positions = [i for i, one in enumerate(func._schema.arguments) if one.name == "async_op"]
+    return bool(positions) and (positions[0] >= len(args) or bool(args[positions[0]]))

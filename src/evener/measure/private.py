@@ -138,6 +138,10 @@ def work_done() -> Any:
     return FakeWork().boxed()
 
 
+def is_group(one: Any) -> bool:
+    return isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())
+
+
 def size_of_group(boxed: Any) -> int:
     from torch._C._distributed_c10d import ProcessGroup
 
@@ -150,16 +154,14 @@ def size_of_group(boxed: Any) -> int:
 def check() -> dict[str, str]:
     """{part: what is wrong with it}; empty where everything works with this torch. Nothing is left behind."""
     wrong: dict[str, str] = {}
-    for name, test in (("fake tensors", _fakes), ("module names in the backward", _nodes), ("resized storage", _sizes)):
+    tests = {"fake tensors": _fakes, "module names in the backward": _nodes, "resized storage": _sizes}
+    if not dist.is_initialized():
+        tests["the fake process group"] = _ranks
+    for name, test in tests.items():
         try:
             test()
         except Exception as error:  # whatever another torch does
-            wrong[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if not dist.is_initialized():
-        try:
-            _ranks()
-        except Exception as error:
-            wrong["the fake process group"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            wrong[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return wrong
 
 

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -293,35 +294,22 @@ def _fake(ledger: Ledger, tensor: torch.Tensor, path: str, is_parameter: bool) -
 def _choose_kernels(optimizer: torch.optim.Optimizer, device: str, *, exact: bool) -> None:
     """What the engine finds out by trying a kernel on values: fused where there is one and the user left it open. And
     what torch.optim takes by itself on CUDA: foreach."""
-    groups = optimizer.param_groups
-    open_ = all(
-        group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
-        for group in groups
-    )
-    if type(optimizer) in _FUSED and open_ and not exact:
-        for group in groups:
-            group["fused"] = True
+    given = [
+        (group.get("fused"), group.get("foreach"), group.get("differentiable")) for group in optimizer.param_groups
+    ]
+    if any(one not in ((None, None, None), (None, None, False)) for one in given):
+        return
+    fused = type(optimizer) in _FUSED and not exact
+    for group in optimizer.param_groups:
+        if fused or (device == "cuda" and "foreach" in group):
+            group["fused" if fused else "foreach"] = True
+    if fused:
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    elif open_ and device == "cuda":
-        for group in groups:
-            if "foreach" in group:
-                group["foreach"] = True
 
 
-class _NoFlags:
+def _no_flags() -> Any:
     """Every update counts: its flag has no value."""
-
-    def __init__(self) -> None:
-        self.requests = [0.0, 0.0]
-
-    def take(self, update: Any, found: Any) -> None:
-        pass
-
-    def land(self) -> bool | None:
-        return None
-
-    def read_now(self, found: Any) -> bool:
-        return False
+    return SimpleNamespace(requests=[0.0, 0.0], take=_say_nothing, land=_say_nothing, read_now=lambda found: False)
 
 
 def _answer(engine: Engine, device: str) -> None:
@@ -334,7 +322,7 @@ def _answer(engine: Engine, device: str) -> None:
     engine.ladder.agree = _say_nothing  # type: ignore[assignment, method-assign]
     for target in engine.targets.values():
         target.trust = PROVEN if device == "cuda" else target.trust
-        target.flags = _NoFlags()  # type: ignore[assignment]
+        target.flags = _no_flags()
         if hasattr(target.spread, "compare"):
             target.spread.compare = _say_nothing
         target.agree = functools.partial(_agree, target)  # type: ignore[method-assign]
@@ -369,31 +357,7 @@ def _pinned() -> type:
 def _watch(ledger: Ledger, engine: Engine, target: Any) -> None:
     """Tell the ledger where the step stands, and which storages become gradients."""
     spread = target.spread
-    forward, before, after, optimize = (
-        spread.forward,
-        spread.before_backward,
-        spread.after_backward,
-        target.optimize,
-    )
-
-    def in_forward(*args: Any) -> Any:
-        ledger.begin("forward")
-        return forward(*args)
-
-    def before_backward(last: bool) -> None:
-        ledger.keep_for_backward()
-        ledger.begin("backward")
-        before(last)
-
-    def after_backward(number: int) -> None:
-        ledger.begin("reduce")
-        after(number)
-        tag()
-
-    def optimizing(found: Any) -> Any:
-        ledger.begin("optimizer")
-        tag()
-        return optimize(found)
+    buckets = getattr(getattr(spread, "inner", spread), "buckets", ())
 
     def tag() -> None:
         for parameter in target.parameters:
@@ -402,28 +366,34 @@ def _watch(ledger: Ledger, engine: Engine, target: Any) -> None:
         for bucket in buckets:  # gradients are views of them in the end, but they stay
             ledger.tag(bucket.flat, "communication", "")
 
-    buckets = getattr(getattr(spread, "inner", spread), "buckets", ())
+    def around(owner: Any, name: str, phase: str, before: Any = _say_nothing, after: Any = _say_nothing) -> None:
+        call = getattr(owner, name)
+
+        def told(*args: Any) -> Any:
+            before()
+            ledger.begin(phase)
+            result = call(*args)
+            after()
+            return result
+
+        setattr(owner, name, told)
+
     tag()
-    spread.forward, spread.before_backward, spread.after_backward = in_forward, before_backward, after_backward
-    target.optimize = optimizing
+    around(spread, "forward", "forward")
+    around(spread, "before_backward", "backward", before=ledger.keep_for_backward)
+    around(spread, "after_backward", "reduce", after=tag)
+    around(target, "optimize", "optimizer", before=tag)
 
 
 def _of_rows(batch: Any, rows: int, split: Any) -> Any:
     """A fake batch of so many rows, of the shapes and dtypes of `batch`."""
-    if split is not None:
-        have = batches.rows(batch, split)
-        if have < rows:
-            raise UsageError(
-                f"split= cuts batches of its own kind: {rows} rows are needed to trace, {have} were given.",
-                fix=["plan with a larger batch of the dataset"],
-            )
-        return batches.apply(
-            batches.part(batch, 0, rows, split), lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype)
-        )
-    return batches.apply(
-        batch,
-        lambda leaf: torch.empty((rows, *leaf.shape[1:]) if leaf.ndim else (), dtype=leaf.dtype),
-    )
+    if split is None:
+        return batches.apply(batch, lambda leaf: torch.empty((rows, *leaf.shape[1:])[: leaf.ndim], dtype=leaf.dtype))
+    have = batches.rows(batch, split)
+    if have < rows:
+        cause = f"split= cuts batches of its own kind: {rows} rows are needed to trace, {have} were given."
+        raise UsageError(cause, fix=["plan with a larger batch of the dataset"])
+    return batches.apply(batches.part(batch, 0, rows, split), torch.empty_like)
 
 
 def _kind(block: torch.nn.Module) -> tuple[Any, ...]:

@@ -24,21 +24,13 @@ from evener.plan.values import Alloc, Event, Free
 MIB = 1 << 20
 _ROUND = 512
 _SMALL = MIB
-_SMALL_SEGMENT = 2 * MIB
-_LARGE_SEGMENT = 20 * MIB
-_LARGE_FROM = 10 * MIB
+_SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM = 2 * MIB, 20 * MIB, 10 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the replay found.
-
-    Attributes:
-        allocated_bytes: Peak of what was asked for, rounded: torch's `max_memory_allocated`.
-        reserved_bytes: Peak of all segments: torch's `max_memory_reserved`.
-        retries: How often everything free was given back because a segment did not fit.
-        failed_at: Index of the event that found no memory even then; None when all of them fit.
-    """
+    """What the replay found: torch's `max_memory_allocated` and `max_memory_reserved`, how often everything free was
+    given back because a segment did not fit, and the index of the event that found no memory even then, or None."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -168,35 +160,27 @@ class Allocator:
         return pool.last
 
 
-def stream_of(one: Alloc) -> str:
-    """Which stream allocates: what collectives read and write comes from their own, so it has its own pools."""
-    return "communication" if one.category == "communication" else ""
-
-
 def replay(
-    events: Iterable[Event],
-    *,
-    expandable: bool = False,
-    capacity: int | None = None,
-    workspaces: Iterable[int] = (),
+    events: Iterable[Event], *, expandable: bool = False, capacity: int | None = None, workspaces: Iterable[int] = ()
 ) -> Reserved:
     """The allocations and frees of `events` in their order. `workspaces`: bytes that are taken first and stay.
 
-    With a capacity the replay stops at the first allocation that does not fit.
+    What collectives read and write comes from a stream, and so pools, of their own. With a capacity the replay stops at
+    the first allocation that does not fit.
     """
     allocator = Allocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, Block] = {}
-    failed = None
+    failed: int | None = -1
     try:
         for size in workspaces:
             allocator.alloc(size)
         for index, one in enumerate(events):
             failed = index
             if isinstance(one, Alloc) and one.bytes > 0:
-                blocks[one.id] = allocator.alloc(one.bytes, stream_of(one))
+                blocks[one.id] = allocator.alloc(one.bytes, one.category if one.category == "communication" else "")
             elif isinstance(one, Free) and one.id in blocks:
                 allocator.free(blocks.pop(one.id))
         failed = None
     except MemoryError:
-        failed = -1 if failed is None else failed
+        pass
     return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, failed)

@@ -37,6 +37,7 @@ class Captured:
         process_bytes: What the process held in host memory besides parameters and buffers: libraries, the dataset.
         cpu_precision: What precision="auto" is on this machine's CPU.
         on_cpu: Lines of the script that said "cuda" before the Run.
+        cpu: What the kernel calls this machine's processor.
     """
 
     global_batch_size: int
@@ -53,6 +54,7 @@ class Captured:
     process_bytes: int = 0
     cpu_precision: str = "fp32"
     on_cpu: tuple[str, ...] = ()
+    cpu: str = ""
 
     def asked(self, keyword: str) -> Any:
         """The keyword's value where the script, its file or a flag gives one; None where it is open, or "auto"."""

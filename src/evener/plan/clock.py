@@ -29,16 +29,9 @@ _US = 1e-6
 class Machine:
     """The devices that a plan is for.
 
-    Attributes:
-        device: "cuda" or "cpu".
-        name: For messages: "8 x H100-80GB".
-        gpus: Per node.
-        kind: The facts about one of them; None for the CPU and for a GPU that no table knows.
-        capacity_bytes: What one rank may use.
-        capacity_from: Where that number comes from.
-        nvlink: Whether collectives inside a node go over NVLink; None: not known (assumed where the sheet has links
-            that are made for whole boards, and said).
-        calibration: Measured efficiencies of this kind; empty: the shipped ranges.
+    gpus: Per node; on the CPU, processes. kind: None where nothing is known of one. capacity_bytes: What one rank may
+    use. nvlink: Whether collectives inside a node go over NVLink; None: assumed where the sheet has links that are made
+    for whole boards, and said. calibration: Measured efficiencies of this kind; empty: the shipped ranges.
     """
 
     device: str

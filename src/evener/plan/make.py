@@ -110,17 +110,19 @@ def calibration_path() -> Path:
     return Path.home() / ".cache" / "evener" / "calibration.json"
 
 
-def calibrated(machine: Machine, path: Path | None = None) -> Machine:
-    """The machine with what a calibration file says about its kind; unchanged where there is none."""
+def calibrated(machine: Machine, path: Path | None = None, *, cpu: str = "") -> Machine:
+    """The machine with what a calibration file says of its kind, or of a `cpu` so called; unchanged without one."""
     where = path or calibration_path()
     if path is None and not where.is_file():
         return machine
     try:
-        found = json.loads(where.read_text(encoding="utf-8"))["gpus"].get(machine.kind_name, {})
+        known = json.loads(where.read_text(encoding="utf-8"))
+        on_cpu = machine.device == "cpu"
+        found = known.get("cpus", {}).get(cpu, {}) if on_cpu else known["gpus"].get(machine.kind_name, {})
         values = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(f"{where} is no calibration.", evidence=[repr(error)], fix=["delete it"]) from None
-    if machine.device == "cpu" and values:  # no sheet: what was measured is the peak, and processes share it
+    if on_cpu and values:  # no sheet: what was measured is the peak, and processes share it
         peak = {name: values[name] / machine.gpus for name in ("fp32", "bf16", "fp16") if name in values}
         memory, network = (values.get(f"{name}_bytes_per_second") for name in ("memory", "network"))
         memory = memory and memory / machine.gpus

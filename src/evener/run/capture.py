@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from evener import batch as batches
 from evener.config import Config, ConfigFile, RunKeywords
 from evener.data import Cursor, make_feed, source_of
+from evener.dist.info import cpu_name
 from evener.engine import batchnorm as bn
 from evener.engine.precision import decide
 from evener.engine.setup import by_name, decide_batch
@@ -142,7 +143,8 @@ def make_plan(
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UsageError("make_plan() comes before the process group.", fix=["plan first, or use `evener plan`"])
-    machine = calibrated(machine_of(gpu=gpu, recorded=gpus, cpu=cpu, nproc=nproc, nodes=nodes))
+    devices = machine_of(gpu=gpu, recorded=gpus, cpu=cpu, nproc=nproc, nodes=nodes)
+    machine = calibrated(devices, cpu=cpu_name())
     step, captured = _look(Config.merge(keywords, ConfigFile.find()), model, optimizer, loss_fn, dataset, ())
 
     def trace(cut: Cut) -> Trace:
@@ -198,6 +200,7 @@ def _look(
         cpu_precision=decide("auto", torch.device("cpu")).name,
         process_bytes=max(0, psutil.Process().memory_info().rss - held),
         on_cpu=on_cpu,
+        cpu=cpu_name(),
     )
     return Step(model, optimizer, loss_fn, batch, {name: getattr(config, name) for name in known}), captured
 
