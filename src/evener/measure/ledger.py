@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from evener.measure import private
+from evener.measure.flops import flops_of
 from evener.plan import memory
 from evener.plan.values import Alloc, Collective, Event, Free, Op
 
@@ -255,15 +255,7 @@ class Ledger(private.TorchDispatchMode):
         return lines
 
     def _op(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any]) -> None:
-        formula = flop_registry.get(func.overloadpacket)
-        name = func.overloadpacket.__name__
-        flops = 0
-        if formula is not None:
-            flops = int(formula(*args, **kwargs, out_val=result))
-        elif name == "_scaled_dot_product_flash_attention_for_cpu":
-            flops = int(sdpa_flop_count(*(one.shape for one in args[:3])))
-        elif name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-            flops = int(sdpa_backward_flop_count(*(one.shape for one in args[:4])))
+        name, flops = func.overloadpacket.__name__, flops_of(func, args, kwargs, result)
         shape: tuple[int, ...] = ()
         if name in _PRODUCTS:
             left, right = [one for one in inputs if one.ndim > 1][-2:]
