@@ -29,6 +29,7 @@ TORCH_FREE = {
     "cli",
     "verify",
     "ending",
+    "limits",
 }
 TORCH = {"run", "engine", "data", "checkpoint", "dist", "measure", "batch"}
 
@@ -54,17 +55,19 @@ ARROWS: dict[str, set[str]] = {
     "measure": {"engine", "plan", "facts", "config"},
     "batch": set(),
     "ending": set(),
+    "limits": set(),
 }
 # Arrows that the code has and the design's first table had not; the reasons are in docs/decisions.md.
 BEYOND_THE_DESIGN: dict[str, set[str]] = {
     "engine": {"batch"},  # looking at nested batches: one small file below the rooms with torch
-    "data": {"batch"},
+    "data": {"batch", "limits"},
     # ending: what a process must drop before Python ends, one file for the group and for the shim;
-    # gpus: evener.device() takes an idle GPU under a lease, and explains CUDA_VISIBLE_DEVICES
-    "dist": {"ending", "gpus"},
-    "launch": {"ending"},
-    "doctor": {"launch"},  # one reader of Slurm's host lists
-    "measure": {"batch", "dist"},  # a traced step gets batches of its own; the bench measures evener.comm itself
+    # gpus: evener.device() takes an idle GPU under a lease, and explains CUDA_VISIBLE_DEVICES;
+    # limits: CPUs are counted in one way, by whoever starts processes or threads
+    "dist": {"ending", "gpus", "limits"},
+    "launch": {"ending", "limits"},
+    "doctor": {"launch", "limits"},  # launch: one reader of Slurm's host lists
+    "measure": {"batch", "dist", "limits"},  # a traced step gets batches of its own; the bench measures evener.comm
     "run": {"batch", "report", "measure"},  # the console, curves and run folder; a captured Run's step is traced
 }
 # Files beside the rooms. A helper file such as config_checks.py belongs to the room that its name begins with.

@@ -377,11 +377,10 @@ def test_a_dataloader_is_taken_for_its_dataset_collation_and_workers():
 
 def test_automatic_workers_are_zero_for_data_in_memory(monkeypatch):
     import multiprocessing
-    import os
 
     from evener.data import processes
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    monkeypatch.setattr(processes, "usable_cpus", lambda: 16)
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: "fork")
     assert feed(torch.rand(4, 1), workers="auto").num_workers == 0
     assert source_of([(1, 2)] * 4).in_memory and source_of(Subset([1, 2, 3], [0])).in_memory

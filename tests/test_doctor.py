@@ -16,7 +16,7 @@ import pytest
 from evener import doctor
 from evener.cli import main
 from evener.doctor import Facts, TorchChild, facts
-from evener.launch.machine import memory_limit
+from evener.limits import memory_limit
 from tests.fakenvml import ZOO, Fake, needs_compiler
 
 PAGE = Path(__file__).parents[1] / "docs" / "doctor.md"

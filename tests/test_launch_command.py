@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from evener import limits
 from evener.errors import DeviceError, LaunchError, UsageError
-from evener.launch import machine
 from evener.launch.command import Command, Request, decide, name_run, shim_path
 from evener.launch.machine import Gpus, Machine
 from evener.plan.handed import LaunchPlan, read_plan
@@ -276,7 +276,7 @@ def fake_root(tmp_path, files: dict[str, str]) -> str:
 def test_cpus_are_those_of_the_affinity_and_the_quota(tmp_path, monkeypatch, files, cpus):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)), raising=False)
     monkeypatch.setattr("sys.platform", "linux")
-    assert machine.usable_cpus(fake_root(tmp_path, files)) == cpus
+    assert limits.usable_cpus(fake_root(tmp_path, files)) == cpus
 
 
 def test_version_2_memory_limits_count_on_the_way_up(tmp_path):
@@ -286,10 +286,10 @@ def test_version_2_memory_limits_count_on_the_way_up(tmp_path):
         "sys/fs/cgroup/a/memory.current": "4000\n",
         "sys/fs/cgroup/a/b/memory.max": "max\n",
     }
-    assert machine.memory_limit(fake_root(tmp_path, files)) == (4096, 4000)
+    assert limits.memory_limit(fake_root(tmp_path, files)) == (4096, 4000)
     stat = {"sys/fs/cgroup/a/memory.stat": "anon 5\ninactive_file 3900\n"}
-    assert machine.memory_limit(fake_root(tmp_path, stat)) == (4096, 100)  # the page cache is given back
-    assert machine.memory_limit(str(tmp_path / "nothing")) == (None, None)
+    assert limits.memory_limit(fake_root(tmp_path, stat)) == (4096, 100)  # the page cache is given back
+    assert limits.memory_limit(str(tmp_path / "nothing")) == (None, None)
 
 
 def test_the_cpus_of_every_memory_node(tmp_path, monkeypatch):
@@ -300,4 +300,4 @@ def test_the_cpus_of_every_memory_node(tmp_path, monkeypatch):
         "sys/devices/system/node/node1/cpulist": "4-7\n",
         "sys/devices/system/node/node2/cpulist": "\n",  # memory only
     }
-    assert machine.node_cpus(fake_root(tmp_path, files)) == {0: (0, 1, 2, 9), 1: (), 2: ()}
+    assert limits.node_cpus(fake_root(tmp_path, files)) == {0: (0, 1, 2, 9), 1: (), 2: ()}

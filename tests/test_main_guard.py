@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from evener.limits import usable_cpus
+
 BODY = """
 import multiprocessing, sys
 multiprocessing.set_start_method("spawn", force=True)
@@ -50,8 +52,7 @@ def script(folder, workers, guard):
 def test_auto_is_no_worker_without_a_guard_and_some_with_one(tmp_path, guard):
     done = script(tmp_path, '"auto"', guard)
     assert done.returncode == 0, done.stdout + done.stderr
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert f"updates 3 workers {min(4, cpus) if guard else 0}" in done.stdout
+    assert f"updates 3 workers {min(4, usable_cpus()) if guard else 0}" in done.stdout
 
 
 def test_workers_without_a_guard_end_in_words(tmp_path):

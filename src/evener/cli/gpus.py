@@ -127,7 +127,7 @@ def this_machine() -> str:
     """What there is instead of GPUs."""
     import psutil  # type: ignore[import-untyped]
 
-    from evener.launch.machine import usable_cpus
+    from evener.limits import usable_cpus
 
     cpus, memory = usable_cpus(), psutil.virtual_memory()
     free = f"{look.size(memory.available)} of {look.size(memory.total)} memory free"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener.cli.parser import Parser
 from evener.errors import UsageError, nearest
+from evener.limits import usable_cpus
 
 if TYPE_CHECKING:
     from evener.lint import Finding, Options
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
         ignore=(*words(given.ignore), *table.get("ignore", ())),
         exclude=(*given.exclude, *table.get("exclude", ())),
         hints=given.hints or table.get("hints", False),
-        processes=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processes=usable_cpus(),
     )
     changed = _fix(given, options) if given.fix or given.diff else 0
     if given.diff:

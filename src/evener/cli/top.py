@@ -76,7 +76,7 @@ def viewer() -> Callable[[], tuple[Snapshot, list[Running]]]:
     """A function that looks; it remembers the GPUs' numbers, and how far every run's events were read."""
     from evener.gpus import look_at_gpus
     from evener.gpus.leases import Folder, default_path
-    from evener.launch.machine import usable_cpus
+    from evener.limits import usable_cpus
     from evener.report.live import Watcher
 
     leases, index = Folder(default_path()), dict[str, int]()

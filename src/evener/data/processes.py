@@ -17,7 +17,7 @@ from typing import Any
 
 from torch._C import _error_if_any_worker_fails, _remove_worker_pids, _set_worker_pids
 
-from evener.dist.info import usable_cpus
+from evener.limits import usable_cpus
 
 _PR_SET_PDEATHSIG = 1
 

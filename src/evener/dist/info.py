@@ -64,11 +64,6 @@ def share(rows: int, rank: int, world_size: int) -> tuple[int, int]:
     return rank * rows // world_size, (rank + 1) * rows // world_size
 
 
-def usable_cpus() -> int:
-    """CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def cpu_name() -> str:
     """What the kernel calls this machine's processor."""
     try:

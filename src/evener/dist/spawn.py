@@ -25,8 +25,9 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from evener.dist.info import here, usable_cpus
+from evener.dist.info import here
 from evener.errors import EvenerError, LaunchError, UsageError
+from evener.limits import usable_cpus
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from evener.dist.spawn import rank_main; rank_main()"
 _GRACE = 3.0  # seconds that the others get after a first failure, to say what they saw

@@ -27,7 +27,7 @@ from evener.errors import UsageError
 from evener.gpus import leases, owners
 from evener.gpus.look import loaded_driver
 from evener.gpus.values import Snapshot, decode
-from evener.launch import machine
+from evener.limits import memory_limit, node_cpus, usable_cpus
 
 # What may be in a record that somebody sends around: settings, no secrets.
 _SETTINGS = re.compile(
@@ -122,7 +122,7 @@ def gather(environ: Mapping[str, str], *, root: str = "/", directory: str = "run
     """This host's facts; `known` are those that somebody else found out (GPUs, the torch child, wishes)."""
     at, real = Path(root), os.path.abspath(root) == "/"
     files, files_hard = _limits(at, "Max open files")
-    limit, used = machine.memory_limit(root)
+    limit, used = memory_limit(root)
     values: dict[str, Any] = {
         "hostname": _text(at / "proc/sys/kernel/hostname") or socket.gethostname(),
         "python": sys.executable,
@@ -137,9 +137,9 @@ def gather(environ: Mapping[str, str], *, root: str = "/", directory: str = "run
         "memlock_bytes": _limits(at, "Max locked memory")[0],
         "nofile": files,
         "nofile_hard": files_hard,
-        "usable_cpus": machine.usable_cpus(root),
+        "usable_cpus": usable_cpus(root),
         "host_cpus": (_text(at / "proc/cpuinfo") or "").count("processor\t") or os.cpu_count(),
-        "node_cpus": {str(node): list(cpus) for node, cpus in machine.node_cpus(root).items()},
+        "node_cpus": {str(node): list(cpus) for node, cpus in node_cpus(root).items()},
         "memory_limit_bytes": limit,
         "memory_used_bytes": used,
         "default_interface": _found(r"(?m)^(\S+)\t0{8}(?:\t\S+){5}\t0{8}\b", at / "proc/net/route"),
