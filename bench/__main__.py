@@ -27,7 +27,8 @@ def main() -> int:
     import torch
 
     from bench.table import Table
-    from evener.dist.info import cpu_name, usable_cpus
+    from evener.dist.info import cpu_name
+    from evener.limits import usable_cpus
 
     before, tables = os.getloadavg()[0], []
     for part in args.parts or PARTS:
