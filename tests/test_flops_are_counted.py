@@ -67,6 +67,18 @@ def test_attention_on_a_cpu_counts_too():
     assert counter.total == 2 * product + 5 * product  # the backward makes the scores once more
 
 
+class Image(torch.Tensor):
+    """A subclass without a dispatch of its own, as torchvision's are."""
+
+
+def test_tensors_of_other_types_go_their_way():
+    images, weight = torch.randn(2, 4).as_subclass(Image), nn.Parameter(torch.randn(4, 4))
+    with FlopCounter() as counter:
+        out = images @ weight
+        out.sum().backward()
+    assert counter.total == 2 * 2 * 2 * 4 * 4 and isinstance(out, Image)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_one_update_is_counted_and_no_bit_changes(tmp_path, exact):
     digests = []
@@ -131,7 +143,7 @@ def test_the_share_of_the_peak_is_of_a_sheet_or_of_a_calibration_or_unknown(tmp_
     assert told(cpu, capsys)["model_flops_utilization"] == pytest.approx(0.1)
     assert told(cpu, capsys)["flops_per_row"] == 10**8
     nothing = write(tmp_path / "short", start(1.0), update(0, 2.0))
-    assert "no second update" in told(nothing, capsys)["model_flops_utilization_is"]
+    assert "those of its second update" in told(nothing, capsys)["model_flops_utilization_is"]
     assert main(["report", str(cpu), "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text("utf-8")
     assert "10.0%" in page and "One row needs 100" in page

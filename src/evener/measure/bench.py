@@ -31,6 +31,7 @@ from evener.dist.device import device as choose_device
 from evener.engine import Engine
 from evener.engine.precision import bf16_is_native
 from evener.errors import EvenerError, UsageError
+from evener.limits import usable_cpus
 from evener.measure.flops import FlopCounter
 
 _SAMPLE_SECONDS = 0.02
@@ -60,18 +61,9 @@ class Bench:
     def show(self, text: str) -> None:
         if self.first and self.asked["show"]:
             sys.stderr.write(f"  {text} ...\n")
-            sys.stderr.flush()
-
-    def wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
     def times(self, call: Callable[[], object], *, together: bool = False) -> dict[str, Any]:
-        """Seconds of one call: median, spread and how many samples.
-
-        together: every rank makes the same number of calls, and the slowest rank's time counts; that takes
-        two small collectives more, outside of what is timed.
-        """
+        """Seconds of one call: median, spread and how many samples. `together`: collective; the slowest rank counts."""
 
         def sample(calls: int) -> float:
             if together:
@@ -79,7 +71,8 @@ class Bench:
             began = time.perf_counter()
             for _ in range(calls):
                 call()
-            self.wait()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
             seconds = (time.perf_counter() - began) / calls
             return float(comm.all_reduce(seconds, "max")) if together else seconds
 
@@ -96,7 +89,7 @@ class Bench:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         told = {"device": self.device.type, "name": name, "torch": torch.__version__, "load": load}
         threads, world = torch.get_num_threads(), info.here().world_size
-        return told | {"threads": threads, "cores": info.usable_cpus(), "world_size": world}
+        return told | {"threads": threads, "cores": usable_cpus(), "world_size": world}
 
     def native(self, name: str) -> bool | None:
         """Whether the hardware multiplies in this format; None where torch does not tell."""
@@ -190,7 +183,7 @@ class Bench:
 
     def data(self) -> Iterator[dict[str, Any]]:
         dataset, said = dataset_of(self.asked["dataset"])
-        cores = info.usable_cpus()
+        cores = usable_cpus()
         rates: dict[int, float] = {}
         for workers in sorted({0, 1, 2, 4, 8, 16, cores} & set(range(cores + 1))):
             self.show(f"{said}, {workers} workers")
@@ -216,54 +209,40 @@ class Bench:
         square = a.expand(len(a), len(a)).contiguous()
         self.show(f"matrix product in {name}, to compare with")
         peak = 2 * len(a) ** 3 / self.times(lambda: square @ square)["seconds"]
-        for title, model, batch, loss_fn in (small_gpt(), small_resnet()):
+        for title, model, batch in networks():
             self.show(f"one update of a {title}")
-            model = model.to(self.device)
-            batch = tuple(part.to(self.device) for part in batch)
+            model, batch = model.to(self.device), tuple(part.to(self.device) for part in batch)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             engine = Engine(model, optimizer, loss_fn, device=self.device, precision=name)
             with FlopCounter() as counter:
                 engine.step(batch)
             taken = self.times(functools.partial(engine.step, batch), together=True)
-            seconds, rows = taken["seconds"], len(batch[0]) * info.here().world_size
-            rates = {"flops_per_second": counter.total / seconds, "rows_per_second": rows / seconds}
-            share = counter.total / peak / seconds
-            yield {
-                "name": title,
-                "precision": name,
-                "flops": counter.total,
-                "share_of_roofline": share,
-                **rates,
-                **taken,
-            }
+            rate, rows = counter.total / taken["seconds"], len(batch[0]) * info.here().world_size
+            told = {"name": title, "precision": name, "flops": counter.total, "flops_per_second": rate}
+            yield told | {"share_of_roofline": rate / peak, "rows_per_second": rows / taken["seconds"], **taken}
 
 
 def rightly(name: str, got: Any, pattern: torch.Tensor, rank: int, world: int) -> bool:
     """Whether a collective gave what it must, of `pattern * (rank + 1)` on every rank."""
-    total = pattern * (world * (world + 1) // 2)
-    if name in ("all_gather", "gather"):
-        if name == "gather" and rank != 0:
-            return got is None
-        return len(got) == world and all(torch.equal(part, pattern * (i + 1)) for i, part in enumerate(got))
-    if name == "broadcast":
-        return torch.equal(got, pattern)
-    if name == "reduce" and rank != 0:
-        return got is None
-    return got is not None and torch.equal(got, total)
+    parts, total = [pattern * (i + 1) for i in range(world)], pattern * (world * (world + 1) // 2)
+    right: Any = {"all_reduce": total, "reduce": total, "broadcast": pattern}.get(name, parts)
+    if name in ("reduce", "gather") and rank != 0:
+        right = None
+    if right is None or got is None or not isinstance(right, list):
+        return got is right or (right is not None and got is not None and torch.equal(got, right))
+    return len(got) == world and all(map(torch.equal, got, right))
 
 
 class Compressed(Dataset[tuple[torch.Tensor, int]]):
     """Stands in for small images: 3 x 64 x 64 bytes, decompressed, scaled and flipped per row, in memory."""
 
-    def __init__(self, rows: int = 4096) -> None:
-        draw = torch.Generator().manual_seed(0)
-        smooth = torch.rand(16, 3, 8, 8, generator=draw)
+    def __init__(self) -> None:
+        smooth = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
         images = F.interpolate(smooth, size=(64, 64), mode="bilinear").mul(255).to(torch.uint8)
         self.packed = [zlib.compress(image.numpy().tobytes(), 6) for image in images]
-        self.rows = rows
 
     def __len__(self) -> int:
-        return self.rows
+        return 4096
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         data = torch.frombuffer(bytearray(zlib.decompress(self.packed[i % 16])), dtype=torch.uint8)
@@ -283,26 +262,18 @@ def dataset_of(spec: str | None) -> tuple[Any, str]:
     module = importlib.util.module_from_spec(loaded)
     sys.modules[loaded.name] = module  # data workers look classes up by their module
     loaded.loader.exec_module(module)
-    if not hasattr(module, name):
+    found = getattr(module, name, None)
+    if found is None:
         raise UsageError(f"--dataset {spec}: {path} has no {name}.")
-    found = getattr(module, name)
     found = found() if callable(found) and not hasattr(found, "__getitem__") else found
     if isinstance(found, str) or not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
         raise UsageError(f"--dataset {spec} is a {type(found).__name__}, without len() and [i].")
     return found, spec
 
 
-def small_gpt() -> tuple[str, nn.Module, tuple[torch.Tensor, ...], Callable[[Any, Any], torch.Tensor]]:
-    width, length = 256, 128
-    layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-    body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    model = nn.Sequential(nn.Embedding(1024, width), body, nn.Linear(width, 1024))
-    tokens = torch.randint(0, 1024, (8, length + 1), generator=torch.Generator().manual_seed(0))
-
-    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
-
-    return "small GPT (4 layers, width 256, 8 x 128 tokens)", model, (tokens,), loss_fn
+def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
 
 
 class Residual(nn.Sequential):
@@ -314,16 +285,18 @@ class Residual(nn.Sequential):
         return F.relu(x + super().forward(x))  # type: ignore[no-untyped-call]
 
 
-def small_resnet() -> tuple[str, nn.Module, tuple[torch.Tensor, ...], Callable[[Any, Any], torch.Tensor]]:
-    blocks = [Residual(64) for _ in range(4)]
-    model = nn.Sequential(nn.Conv2d(3, 64, 3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+def networks() -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
+    """Name, model, and (inputs, labels)."""
     draw = torch.Generator().manual_seed(0)
+    layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True, norm_first=True)
+    body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    gpt = nn.Sequential(nn.Embedding(1024, 256), body, nn.Linear(256, 1024))
+    tokens = torch.randint(0, 1024, (8, 129), generator=draw)
+    yield "small GPT (4 layers, width 256, 8 x 128 tokens)", gpt, (tokens[:, :-1], tokens[:, 1:])
+    blocks = [Residual(64) for _ in range(4)]
+    net = nn.Sequential(nn.Conv2d(3, 64, 3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
     images, labels = torch.randn(16, 3, 64, 64, generator=draw), torch.randint(0, 10, (16,), generator=draw)
-
-    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    return "small residual network (9 convolutions, 16 x 64 x 64)", model, (images, labels), loss_fn
+    yield "small residual network (9 convolutions, 16 x 64 x 64)", net, (images, labels)
 
 
 def main(given: str) -> int:

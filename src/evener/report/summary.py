@@ -81,7 +81,7 @@ def _utilization(
     each, rows = number(flops.get("flops")), number(flops.get("rows"))
     per_row = each / rows if each and rows else None
     if not flops:
-        why = "no second update was made, and it is the second whose operations are counted"
+        why = "no operations were counted: a run counts those of its second update"
     elif per_row is None:
         why = str(flops.get("why") or "none of its operations has a formula")
     else:
@@ -93,7 +93,7 @@ def _utilization(
 
 def _reason(record: Record, keyword: str, field: Mapping[str, str]) -> str:
     """What the run said about this keyword; else what its origin means."""
-    sign = re.compile(rf"\b{re.escape(keyword)}\b" + (r"|^auto: " if field["value"] == '"auto"' else ""))
+    sign = re.compile(rf"\b{re.escape(keyword)}=" + ("|^auto: " if keyword == "precision" else ""))
     said = [note for note in record.notes if sign.search(note)]
     return "; ".join(said[:2]) or WORDS["origins"].get(field["origin"], field["origin"])
 
