@@ -38,7 +38,7 @@ def script(fault="", data="(x, y)", more="", body="pass", top=TOP):
 
 @pytest.fixture(scope="module")
 def starter():
-    one = Starter(launcher="none", seconds=240)
+    one = Starter(launcher=False, seconds=240)
     yield one
     one.close()
 

@@ -15,6 +15,7 @@ import pytest
 
 from evener.cli import main
 from evener.cli.verify import as_json, table
+from evener.errors import UsageError
 from evener.launch.command import Request
 from evener.verify import compare
 from evener.verify.proof import GROUPS, Proof
@@ -48,7 +49,7 @@ with evener.Run(model, optimizer, loss_fn, data, global_batch_size=12, scheduler
 
 @pytest.fixture(scope="module")
 def starter():
-    one = Starter(launcher="none", seconds=240)
+    one = Starter(launcher=False, seconds=240)
     yield one
     one.close()
 
@@ -178,9 +179,31 @@ def test_a_script_that_fails_is_told_so_with_its_line(prove):
     assert "the promise does not hold: 1 of 1 checks" in table(checks, {})
 
 
-def test_a_script_without_a_run_is_told_what_is_missing(prove):
-    checks, _ = prove("print('nothing to see')\n")
-    assert checks[0].result == "failed" and "trained no evener.Run" in checks[0].blame[0]["text"]
+TRAINS_BY_ITSELF = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("script", ["print('nothing to see')\n", TRAINS_BY_ITSELF], ids=["ends", "trains"])
+def test_a_script_without_a_run_is_told_so_at_once(prove, script):
+    """No promise is broken, and nobody waits until the time of the trial is over."""
+    with pytest.raises(UsageError, match=r"has no evener\.Run") as caught:
+        prove(script)
+    assert (
+        caught.value.exit_code == 2 and "evener.Run(model" in str(caught.value) and "evener lint" in str(caught.value)
+    )
+
+
+def test_a_run_that_is_asked_for_nothing_is_told_so(prove):
+    with pytest.raises(UsageError, match=r"asks its evener\.Run for no update"):
+        prove(SCRIPT.replace("for epoch in run.epochs(4):", "for epoch in ():"))
 
 
 def test_a_short_script_is_compared_as_far_as_it_goes(prove):
@@ -212,7 +235,7 @@ def test_a_wrong_option_is_one_line_with_its_fix(capsys, words, text):
 def test_ctrl_c_ends_everything_it_started(tmp_path):
     (tmp_path / "train.py").write_text("import time\nopen('started', 'w').close()\ntime.sleep(600)\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "evener", "verify", "--launcher", "none", "train.py"],
+        [sys.executable, "-m", "evener", "verify", "train.py"],
         cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     with process:

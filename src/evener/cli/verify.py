@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +24,6 @@ numbers of processes, with another microbatch, killed and resumed, with its newe
 evaluations. What is equal to the bit, close or different is shown, and what differs first, with the likely cause.
 The script runs unchanged. Its run directories are in a temporary folder; it reads and writes other files as always.
 """
-
 EXAMPLES = """\
 Everything after SCRIPT belongs to the script: give it arguments that make it small.
 
@@ -38,42 +34,23 @@ examples:
   evener verify --only resume,corrupt --updates 20 train.py
   evener verify --json train.py > proof.json
 
-groups for --only: repeat, rows, microbatch, oom, world, resume, corrupt, evaluate
-exit codes: 0 the promise holds; 1 it does not, or the script fails; 2 a wrong option
+groups for --only: repeat, rows, workers, microbatch, oom, world, resume, corrupt, evaluate
+exit codes: 0 the promise holds; 1 it does not, or the script fails; 2 a wrong option, or no evener.Run in the script
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    options = Parser(
-        prog="evener verify",
-        usage="evener verify [options] SCRIPT [ARGS ...]\n       evener verify [options] -m MODULE [ARGS ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+def main(argv: list[str]) -> int:
+    usage = "evener verify [options] SCRIPT [ARGS ...]\n       evener verify [options] -m MODULE [ARGS ...]"
+    options = Parser(prog="evener verify", usage=usage, description=DESCRIPTION, epilog=EXAMPLES)
     add = options.add_argument
     add("-m", metavar="MODULE", dest="module", help="verify a module instead of a script file")
     add("--updates", metavar="N", default="6", help="batches of the script's loop in every trial (default: 6)")
     add("--nproc", metavar="N,N,...", default="1,2,3", help="numbers of processes; the first is compared with (1,2,3)")
     add("--only", metavar="GROUPS", help="only these groups of checks, with commas between them")
     add("--set", metavar="KEY=VALUE", action="append", default=[], help="a keyword of evener.Run, as in `evener run`")
-    add(
-        "--launcher",
-        choices=("some", "all", "none"),
-        default="some",
-        help="trials through the real launcher, with new interpreters; the others are forked (default: some)",
-    )
     add("--timeout", metavar="SECONDS", default="600", help="how long one trial may take (default: 600)")
-    add(
-        "--keep",
-        metavar="DIR",
-        help="do all of it in this new folder, and leave it there: logs, traces, run directories",
-    )
+    add("--keep", metavar="DIR", help="a new folder that logs, traces and run directories are left in")
     add("--json", action="store_true", help="print the result as JSON, progress goes to stderr")
-    return options
-
-
-def main(argv: list[str]) -> int:
-    options = parser()
     own, target = split(argv, options)
     given = options.parse_args(own)
     if given.module is None and not target:
@@ -89,16 +66,18 @@ def main(argv: list[str]) -> int:
     only = tuple(one_of("--only", word, GROUPS) for word in given.only.split(",")) if given.only else GROUPS
     (updates,), (seconds,) = _numbers("--updates", given.updates), _numbers("--timeout", given.timeout)
     worlds = tuple(dict.fromkeys(_numbers("--nproc", given.nproc, many=True)))
-    starter = Starter(launcher=given.launcher, seconds=seconds)
     checks = []
-    with _folder(given.keep) as folder:
+    with contextlib.ExitStack() as stack:
+        if given.keep is None:
+            temporary = tempfile.TemporaryDirectory(prefix="evener-verify-", ignore_cleanup_errors=True)
+            folder = stack.enter_context(temporary)
+        else:
+            folder = _new_folder(given.keep)
+        starter = stack.enter_context(contextlib.closing(Starter(seconds=seconds)))
         proof = Proof(request, starter, folder, updates, worlds, only, lambda name: _progress(f"    {name} ..."))
-        try:
-            for check in proof.checks():
-                checks.append(check)
-                _progress(f"  {_mark(check)} {check.name}: {check.result}, {check.seconds:.1f} s")
-        finally:
-            starter.close()
+        for check in proof.checks():
+            checks.append(check)
+            _progress(f"  {'+' if check.holds else '-'} {check.name}: {check.result}, {check.seconds:.1f} s")
     printed = as_json(checks, proof.not_checked)
     print(json.dumps(printed, indent=2) if given.json else "\n".join(table(checks, proof.not_checked, proof.note)))
     return 0 if printed["promise_holds"] else 1
@@ -117,28 +96,31 @@ def table(checks: list[Check], not_checked: dict[str, str], note: str = "") -> l
     """The result for a reader: one line a check, then who is to blame, then what was not looked at."""
     width = max(len(check.name) for check in checks)
     lines = [f"{'check':<{width + 2}}  {'result':<10}  {'demanded':<16}  largest difference of a parameter"]
-    for check in checks:
-        off = "" if check.max_abs_difference is None else f"{check.max_abs_difference:.2g}"
-        lines.append(f"{_mark(check)} {check.name:<{width}}  {check.result:<10}  {check.demanded:<16}  {off}".rstrip())
-        lines += [f"    {check.note}"] if check.note else []
+    for one in checks:
+        off = "" if one.max_abs_difference is None else f"{one.max_abs_difference:.2g}"
+        row = f"{'+' if one.holds else '-'} {one.name:<{width}}  {one.result:<10}  {one.demanded:<16}  {off}"
+        lines += [row.rstrip(), *([f"    {one.note}"] if one.note else [])]
     lines += ["", f"other cuts are compared {note}"] if note else []
     told: dict[tuple[str, ...], str] = {}
-    for check in (check for check in checks if not check.holds):
-        texts = [line for one in check.blame[:2] for line in str(one["text"]).splitlines()]
-        lines += ["", f"{check.name}: {check.result}", *(f"  {text}" for text in texts)]
-        lines += [f"  and {len(check.blame) - 2} more parts"] if len(check.blame) > 2 else []
-        causes = [f"as in {told[check.likely]}"] if check.likely in told else check.likely
+    for one in (one for one in checks if not one.holds):
+        texts = [line for part in one.blame[:2] for line in str(part["text"]).splitlines()]
+        lines += ["", f"{one.name}: {one.result}", *(f"  {text}" for text in texts)]
+        lines += [f"  and {len(one.blame) - 2} more parts"] if len(one.blame) > 2 else []
+        causes = [f"as in {told[one.likely]}"] if one.likely in told else one.likely
         lines += [f"  {'likely' if i == 0 else '    or'}: {text}" for i, text in enumerate(causes)]
-        told.setdefault(check.likely, check.name)
-    if not_checked:
-        lines += ["", *(f"not checked: {name} ({why})" for name, why in not_checked.items())]
-    wrong, many = sum(not check.holds for check in checks), len(checks)
+        told.setdefault(one.likely, one.name)
+    lines += ["", *(f"not checked: {name} ({why})" for name, why in not_checked.items())] if not_checked else []
+    wrong, many = sum(not one.holds for one in checks), len(checks)
     verdict = f"the promise does not hold: {wrong} of {many} checks" if wrong else f"the promise holds: {many} checks"
     return [*lines, "", verdict]
 
 
-def _mark(check: Check) -> str:
-    return "+" if check.holds else "-"
+def _new_folder(path: str) -> str:
+    try:
+        os.makedirs(path)
+    except OSError as error:
+        raise UsageError(f"--keep {path}: {error.strerror}.", fix=["name a folder that is not there yet"]) from None
+    return os.path.abspath(path)
 
 
 def _progress(line: str) -> None:
@@ -151,19 +133,3 @@ def _numbers(option: str, words: str, many: bool = False) -> list[int]:
         what = "numbers of processes" if many else "a whole number, at least 1"
         raise UsageError(f"{option} {words}: not {what}.", fix=[f"{option} {'1,2,3' if many else 6}"])
     return [int(part) for part in parts]
-
-
-@contextlib.contextmanager
-def _folder(keep: str | None) -> Iterator[str]:
-    if keep is not None:
-        try:
-            os.makedirs(keep)
-        except OSError as error:
-            raise UsageError(f"--keep {keep}: {error.strerror}.", fix=["name a folder that is not there yet"]) from None
-        yield os.path.abspath(keep)
-        return
-    folder = tempfile.mkdtemp(prefix="evener-verify-")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

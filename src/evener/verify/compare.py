@@ -3,13 +3,13 @@
 The order of looking is the order of causes: what was there before the batch, which rows, what is in them, the learning
 rate, the loss, the gradient, and what is there after it.
 
-Two ways to compare. "bits": everything the run's checkpoints hold, every loss, every gradient. "close": for another cut
-in fast mode, where sums are taken in another order. What precedes the first batch is still compared to the bit; the
-gradient of every batch, element by element, to TOLERANCE times the largest element of that gradient; the loss to the
-same share of itself. That is the promise for the first batch, which starts from the same parameters. From then on the
-parameters differ by rounding (an Adam step turns a gradient of 1e-9 and one of -1e-9 into the same opposite steps), so
-later batches are held to GROWTH times that: a fault shows, rounding does not. "distribution": random layers in fast
-mode draw per rank and microbatch; only what precedes them can be compared.
+Levels. "bits": everything the run's checkpoints hold, every loss, every gradient. "close": for another cut in fast
+mode, where sums are taken in another order. What precedes the first batch is still compared to the bit; the gradient of
+every batch, element by element, to TOLERANCE times its largest element; the loss to the same share of itself. That is
+the promise for the first batch, which starts from the same parameters. From then on these differ by rounding (an Adam
+step turns a gradient of 1e-9 and one of -1e-9 into opposite steps of the same size), so later batches are held to
+GROWTH times that: a fault shows, rounding does not. "distribution": random layers in fast mode draw per rank and
+microbatch; only what precedes them can be compared.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ HALF = 1e-2  # 16-bit mantissas: 2^-8 for bfloat16, a few roundings
 GROWTH = 30.0
 
 Level = Literal["bits", "close", "distribution"]
+Values = Mapping[str, Any]  # one line of a trace
 
 
 @dataclass
@@ -41,36 +42,35 @@ class Trace:
 
     @classmethod
     def read(cls, folder: str) -> Trace:
-        trace = cls(folder)
-        path = Path(folder, "trace.jsonl")
+        trace, path = cls(folder), Path(folder, "trace.jsonl")
         for text in path.read_text("ascii").splitlines(keepends=True) if path.exists() else ():
             if not text.endswith("\n"):
                 break  # killed while it was written
             line = json.loads(text)
-            if line["kind"] == "begin":
-                trace.begin = line
-            elif line["kind"] == "batch":
+            if line["kind"] == "batch":
                 trace.batches[line["batch"]] = line
             elif line["kind"] == "evaluate":
                 trace.evaluations += 1
             else:
-                trace.end = line
+                setattr(trace, line["kind"], line)
         return trace
 
     @property
-    def start(self) -> int:
-        return int(self.begin["batch"])
+    def drawn(self) -> bool:
+        """Whether a forward or backward drew from torch's generators."""
+        return any(batch["drawn"] for batch in self.batches.values())
 
-    def there(self, batch: int) -> dict[str, Any] | None:
-        """What is there before `batch`."""
-        return self.begin if batch == self.start else self.batches.get(batch - 1)
+    def there(self, batch: int) -> Values:
+        """What is there before `batch`; {} where nobody saw it."""
+        return self.begin if batch == self.begin["batch"] else self.batches.get(batch - 1, {})
 
-    def tensors(self, batch: int) -> dict[str, Any]:
-        """Kept tensors after `batch` as numpy arrays; {} where none were kept."""
+    def tensors(self, batch: int, prefix: str) -> dict[str, Any]:
+        """Kept tensors of that kind after `batch`, by name, as numpy arrays; {} where none were kept."""
         from safetensors.numpy import load_file
 
         path = os.path.join(self.folder, f"tensors-{batch + 1}.safetensors")
-        return load_file(path) if os.path.exists(path) else {}
+        kept = load_file(path) if os.path.exists(path) else {}
+        return {name.removeprefix(prefix): one for name, one in kept.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True)
@@ -101,49 +101,51 @@ def compare(ref: Trace, case: Trace, level: Level, noise: frozenset[str] = froze
 
     noise: what the script keeps beside the run and is another value in every start.
     """
-    start, last = case.start, max(ref.batches)
-    worst = _largest(ref, case, last)
-    before = ref.there(start) or {}
+    start, last = case.begin["batch"], max(ref.batches)
+    worst = max(_offs(ref, case, last, "parameter ")[0].values(), default=None)
+    before = ref.there(start)
     found = (*_unequal(before, case.begin, "state"), *_unequal(before, case.begin, "run.state", "run.state ", noise))
     if found:
-        return Comparison("different", worst, found, start, True, _suspects(ref, case, start, noise)[0])
-    gradient = _gradient(ref, case, start, case.begin["precision"])[0] if level == "close" else None
+        return Comparison("different", worst, found, start, True, tuple(_suspects(before, case.begin, noise)))
+    gradient = _gradient(ref, case, start)[0] if level == "close" else None
     for batch in range(start, last + 1):
-        one, other = ref.batches[batch], case.batches.get(batch)
-        if other is None:
+        if batch not in case.batches:
             text = f"it made {len(case.batches) + start} batches, not {last + 1}"
             return Comparison("different", worst, (Finding("the number of batches", text),), batch)
-        found = (*_batch(ref, case, batch, level, noise),)
-        if found:
-            earlier, later = _suspects(ref, case, batch, noise)
-            rows = () if level == "distribution" else tuple(_rows(one, other))
-            ids = [finding for finding in found if finding.what == "order of rows"]
-            return Comparison(
-                "different", worst, tuple(ids) or (*rows, *found), batch, False, (*earlier, *later), gradient
-            )
+        if found := tuple(_batch(ref, case, batch, level, noise)):
+            earlier = _suspects(ref.there(batch), case.there(batch), noise)
+            later = _suspects(ref.batches[batch], case.batches[batch], noise)
+            suspects = tuple(dict.fromkeys([*earlier, *later]))
+            return Comparison("different", worst, found, batch, False, suspects, gradient)
     equal = level == "bits" or all(_same_bits(ref.batches[k], case.batches[k]) for k in range(start, last + 1))
     return Comparison("bit-equal" if equal else "close", 0.0 if equal else worst, gradient=gradient)
 
 
-def tolerance(precision: str, dtype: str, first: bool) -> float:
-    """How far a gradient in another cut may be off, relative to its largest element."""
-    base = TOLERANCE["float64"] if dtype == "float64" else TOLERANCE.get(precision, HALF)
-    return base if first else base * GROWTH
-
-
 def _batch(ref: Trace, case: Trace, batch: int, level: Level, noise: frozenset[str]) -> Iterator[Finding]:
+    """What differs in one batch. Rows that were read in another way are named only where something else differs."""
     one, other = ref.batches[batch], case.batches[batch]
     if one["cursor"] != other["cursor"] or one["ids"] != other["ids"]:
         k = next((k for k, (a, b) in enumerate(zip(one["ids"], other["ids"])) if a != b), 0)
         yield Finding("order of rows", f"position {k} is row {other['ids'][k]}, was row {one['ids'][k]}")
+        return
+    found = list(_results(ref, case, batch, level, noise))
+    if found and level != "distribution":
+        yield from _rows(one, other)
+    yield from found
+
+
+def _results(ref: Trace, case: Trace, batch: int, level: Level, noise: frozenset[str]) -> Iterator[Finding]:
+    one, other, allowed = ref.batches[batch], case.batches[batch], 0.0
+    if level == "close":
+        dtype = next((str(one.dtype) for one in case.tensors(batch, "gradient ").values()), "float32")
+        precision = case.begin["precision"]
+        allowed = TOLERANCE["float64"] if dtype == "float64" else TOLERANCE.get(precision, HALF)
+        allowed *= 1 if batch == case.begin["batch"] else GROWTH
     for a, b in zip(one["updates"], other["updates"]):
         if a["lr"] != b["lr"]:
             yield Finding("lr", f"lr is {b['lr']!r}, was {a['lr']!r}")
         if level == "distribution":
             continue
-        allowed = 0.0
-        if level == "close":
-            allowed = tolerance(case.begin["precision"], _dtype(case, batch), batch == case.start)
         if not _near(a["loss"], b["loss"], allowed):
             yield Finding("loss", f"loss is {b['loss']!r}, was {a['loss']!r}")
         if a["skipped"] != b["skipped"]:
@@ -153,25 +155,22 @@ def _batch(ref: Trace, case: Trace, batch: int, level: Level, noise: frozenset[s
         yield from _unequal(one, other, "state")
         yield from _unequal(one, other, "run.state", "run.state ", noise)
     elif level == "close":
-        worst, name = _gradient(ref, case, batch, case.begin["precision"])
-        allowed = tolerance(case.begin["precision"], _dtype(case, batch), batch == case.start)
+        worst, name = _gradient(ref, case, batch)
         if worst is not None and not worst <= allowed:
-            yield Finding(
-                f"gradient {name}",
-                f"gradient {name} off by {worst:.2g} of the gradient's largest element; {allowed:.0e} allowed",
-            )
+            off = f"off by {worst:.2g} of the gradient's largest element; {allowed:.0e} allowed"
+            yield Finding(f"gradient {name}", f"gradient {name} {off}")
     for name, ranks in other["ranks_differ"].items():
         yield Finding(f"{name} on rank {ranks[0]}", f"rank {ranks[0]} holds another {name} than rank 0")
 
 
-def _same_bits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same_bits(one: Values, other: Values) -> bool:
     return all(one[key] == other[key] for key in ("state", "gradient")) and all(
-        a["loss"] == b["loss"] or a["loss"] != a["loss"] for a, b in zip(one["updates"], other["updates"])
+        _near(a["loss"], b["loss"], 0.0) for a, b in zip(one["updates"], other["updates"])
     )
 
 
 def _unequal(
-    one: Mapping[str, Any], other: Mapping[str, Any], key: str, prefix: str = "", noise: frozenset[str] = frozenset()
+    one: Values, other: Values, key: str, prefix: str = "", noise: frozenset[str] = frozenset()
 ) -> Iterator[Finding]:
     a, b = one.get(key, {}), other.get(key, {})
     for name in {**a, **b}:
@@ -179,29 +178,22 @@ def _unequal(
             yield Finding(f"{prefix}{name}", f"{prefix}{name} has other bits")
 
 
-def _rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Finding]:
+def _rows(one: Values, other: Values) -> Iterator[Finding]:
     """Rows whose content differs: as they were read, and after `prepare` where they were read alike."""
     for column, what in ((1, "row"), (2, "prepared row")):
         wrong = [k for k, (a, b) in enumerate(zip(one["rows"], other["rows"])) if a[column] != b[column]]
         if wrong:
+            name = f"{what} {one['ids'][wrong[0]]}"
             many = f" (and {len(wrong) - 1} more of {len(one['rows'])})" if len(wrong) > 1 else ""
-            yield Finding(
-                f"{what} {one['ids'][wrong[0]]}", f"{what} {one['ids'][wrong[0]]} of the dataset is another{many}"
-            )
+            yield Finding(name, f"{name} of the dataset is another{many}")
             return
 
 
-def _suspects(ref: Trace, case: Trace, batch: int, noise: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the script keeps and is different before the batch; and what is only different after it."""
-    moments = ((ref.there(batch), case.there(batch)), (ref.batches.get(batch), case.batches.get(batch)))
-    found: list[tuple[str, ...]] = []
-    for one, other in moments:
-        names = [name for name in differing(one or {}, other or {}) if name not in noise]
-        found.append(tuple(name for name in names if not found or name not in found[0]))
-    return found[0], found[1]
+def _suspects(one: Values, other: Values, noise: frozenset[str]) -> list[str]:
+    return [name for name in differing(one, other) if name not in noise]
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing(one: Values, other: Values) -> list[str]:
     """Names of what is beside the run and differs; attributes first, then variables and globals, then generators."""
     found = []
     for key, prefix in (("user", ""), ("run.state", "run.state "), ("generators", "generator ")):
@@ -215,37 +207,25 @@ def _near(a: float, b: float, allowed: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= allowed * max(abs(a), abs(b))
 
 
-def _dtype(trace: Trace, batch: int) -> str:
-    return next(
-        (str(one.dtype) for name, one in trace.tensors(batch).items() if name.startswith("gradient ")), "float32"
-    )
-
-
-def _gradient(ref: Trace, case: Trace, batch: int, precision: str) -> tuple[float | None, str]:
+def _gradient(ref: Trace, case: Trace, batch: int) -> tuple[float | None, str]:
     """The largest difference of any element over the largest element of the whole gradient, and where it is."""
-    one, other = ref.tensors(batch), case.tensors(batch)
-    names = [name for name in one if name.startswith("gradient ") and name in other]
-    if not names:
-        return None, ""
-    scale = max(float(abs(one[name]).max(initial=0.0)) for name in names)
-    off = {name.removeprefix("gradient "): _off(one[name], other[name]) for name in names}
-    worst = max(off, key=lambda name: off[name])
-    return (off[worst] / scale if scale else off[worst]), worst
+    off, scale = _offs(ref, case, batch, "gradient ")
+    worst = max(off, key=lambda name: off[name], default="")
+    return (off[worst] / (scale or 1.0) if off else None), worst
 
 
-def _largest(ref: Trace, case: Trace, batch: int) -> float | None:
-    """The largest difference of any parameter after `batch`; None where it was not kept."""
-    one, other = ref.tensors(batch), case.tensors(batch)
-    names = [name for name in one if name.startswith("parameter ") and name in other]
-    return max((_off(one[name], other[name]) for name in names), default=None)
+def _offs(ref: Trace, case: Trace, batch: int, prefix: str) -> tuple[dict[str, float], float]:
+    """The largest difference in every tensor that both traces kept after `batch`, and the largest element in `ref`."""
+    one, other = ref.tensors(batch, prefix), case.tensors(batch, prefix)
+    names = [name for name in one if name in other]
+    scale = max((float(abs(one[name]).max(initial=0.0)) for name in names), default=0.0)
+    return {name: _off(one[name], other[name]) for name in names}, scale
 
 
 def _off(a: Any, b: Any) -> float:
     if a.shape != b.shape:
         return math.inf
-    if not a.size:
-        return 0.0
     off = abs(a.astype("float64") - b.astype("float64"))
     off[(a == b) | ((a != a) & (b != b))] = 0.0  # equal infinities, and NaN on both sides
-    largest = float(off.max())
+    largest = float(off.max(initial=0.0))
     return math.inf if math.isnan(largest) else largest

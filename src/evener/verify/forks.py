@@ -56,8 +56,8 @@ def read_line() -> bytes:
 
 def become(job: dict[str, Any], rank: int, shim: str) -> None:
     """From here on this process is the rank; it returns where a rank's interpreter would end."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -68,6 +68,8 @@ def become(job: dict[str, Any], rank: int, shim: str) -> None:
     if torch is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         torch.seed()  # as of a fresh process: unpredictable
+        optimizers = importlib.import_module("torch.optim.optimizer")
+        optimizers.register_optimizer_step_pre_hook(leave_without_run)
     if numpy is not None:
         numpy.random.seed()
     sys.argv[:] = [shim, *job["argv"]]
@@ -77,6 +79,12 @@ def become(job: dict[str, Any], rank: int, shim: str) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main()
+
+
+def leave_without_run(*_: Any) -> None:
+    """A script that trains and has not even imported Run would go on until its time is over."""
+    if "evener.run.run" not in sys.modules:
+        raise SystemExit(0)
 
 
 def wait(pids: dict[int, int]) -> dict[int, int]:

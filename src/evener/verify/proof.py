@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from evener.errors import UsageError
 from evener.launch.command import Request
 from evener.plan.handed import Trial
 from evener.verify.blame import Kind, likely
@@ -32,7 +33,6 @@ GROUPS = ("repeat", "rows", "workers", "microbatch", "oom", "world", "resume", "
 # A trial is no run of the user's; rows are read where their dataset can be looked at.
 ALWAYS = {"logger": None, "profile": None, "num_workers": 0}
 _DEMANDED = {"bits": "bit-equal", "close": "close", "distribution": "one distribution"}
-_NO_RUN = "the script trained no evener.Run: its loop must ask for updates"
 _EARLY = "it ended before the others"
 
 
@@ -75,7 +75,9 @@ class Proof:
         self._begin(f"uninterrupted, {_processes(first)}")
         self.base, cause = self._trial(first)
         if not self.base.batches:
-            yield self._failed("uninterrupted", "bits", cause or _NO_RUN)
+            if not cause:
+                raise self._no_run()
+            yield self._failed("uninterrupted", "bits", cause if self.base.begin else f"{cause}\nit made no evener.Run")
             return
         self.last = max(self.base.batches)
         if self._wanted("repeat"):
@@ -91,6 +93,18 @@ class Proof:
         if self._wanted("evaluate"):
             yield from self._evaluations()
 
+    def _no_run(self) -> UsageError:
+        made = os.path.exists(os.path.join(self.base.folder, "trace.jsonl"))
+        what = "asks its evener.Run for no update" if made else "has no evener.Run"
+        return UsageError(
+            f"{self.request.script} {what}: there is nothing here that could be cut otherwise, or resumed.",
+            fix=[
+                "train with `run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=N)` and "
+                "`for update in run.updates(...)`; docs/migrate shows how to come from plain torch and others",
+                "`evener run`, `evener lint` and `evener explain` serve this script as it is",
+            ],
+        )
+
     # ------------------------------------------------------------------------------------------------ groups of checks
 
     def _rows_again(self) -> Iterator[Check]:
@@ -100,18 +114,15 @@ class Proof:
         if not end.get("rows") and not end.get("order"):
             self.not_checked[name] = "a stream is read once"
             return
-        found = [
-            Finding("order of rows", f"the order of epoch {epoch} asked for again is another")
-            for epoch, hashes in enumerate(end.get("order", ()))
-            if len(set(hashes)) > 1
-        ]
+        other = [epoch for epoch, hashes in enumerate(end.get("order", ())) if len(set(hashes)) > 1]
+        found = [Finding("order of rows", f"the order of epoch {epoch} asked for again is another") for epoch in other]
         first, again = end.get("rows") or ([], [])
         wrong = [k for k, (a, b) in enumerate(zip(first, again)) if a[1] != b[1]]
         if wrong:
-            row = self.base.batches[0]["ids"][wrong[0]]
-            found.append(Finding(f"row {row}", f"row {row} read again is another; so are {len(wrong)} of {len(first)}"))
-        changed = differing(self.base.begin, self.base.batches[self.last])
-        suspects = tuple(one for one in changed if wrong and one.endswith("of the dataset"))
+            row = f"row {self.base.batches[0]['ids'][wrong[0]]}"
+            found.append(Finding(row, f"{row} read again is another; so are {len(wrong)} of {len(first)}"))
+        changed = differing(self.base.begin, self.base.batches[self.last]) if wrong else []
+        suspects = tuple(one for one in changed if one.endswith("of the dataset"))
         result = "different" if found else "bit-equal"
         yield self._check(name, "repeat", Comparison(result, None, tuple(found), 0, False, suspects), "bits")
 
@@ -121,11 +132,11 @@ class Proof:
             yield self._compared("evaluate left out", "evaluate", answers=answers)
             return
         check = self._compared("evaluate put in", "evaluate", evaluate=True)
-        if check.result != "failed":
-            yield check
-        else:
+        if check.result == "failed":
             why = "the script evaluates nothing in these batches, and its loss cannot be evaluated alone"
             self.not_checked["evaluate left out"] = why
+        else:
+            yield check
 
     def _cuts(self) -> Iterator[Check]:
         """Other microbatches, other numbers of processes; what they are compared with is kept for the resumes."""
@@ -134,7 +145,7 @@ class Proof:
         self.level: Level = "bits" if exact else "close"
         self.cut: dict[str, Any] = {}  # how every trial with another cut is started
         self.whole = {first: self.base}  # number of processes -> its uninterrupted trial
-        random_layers = not per_slice and _drawn(self.base)
+        random_layers = not per_slice and self.base.drawn
         if random_layers and others and self._wanted("world"):
             name = f"{_processes(others[0])}, random layers as they are"
             yield self._compared(name, "world", level="distribution", world=others[0])
@@ -149,7 +160,7 @@ class Proof:
             self.cut, self.note = {"overrides": overrides, "still": random_layers}, ", ".join(notes)
             self._begin(f"{_processes(first)} {self.note}: what other cuts are compared with")
             self.whole[first], cause = self._trial(first, **self.cut)
-            if random_layers and _drawn(self.whole[first]):
+            if random_layers and self.whole[first].drawn:
                 overrides |= {"coupled": True, "microbatch_size": None}
                 self.note += ", with one random draw per slice where other layers draw (coupled=True)"
                 self.whole[first], cause = self._trial(first, **self.cut)
@@ -248,15 +259,14 @@ class Proof:
         ref = ref or self.base
         self.newest, cause = self._trial(world or self.worlds[0], **how)
         if cause or not self.newest.begin:
-            return self._failed(name, level, cause or _NO_RUN)
-        noise = self.noise
-        if kind == "repeat":  # what the script keeps for itself may hold the clock: that trains nothing
-            differ = [(ref.begin, self.newest.begin)]
-            differ += [(ref.batches[k], one) for k, one in self.newest.batches.items()]
-            self.noise = frozenset(name for one, other in differ for name in differing(one, other))
-            noise = frozenset(name for name in self.noise if name.startswith("run.state "))
-        found = compare(ref, self.newest, level, noise)
-        self.noise = frozenset() if kind == "repeat" and found.result != "bit-equal" else self.noise
+            return self._failed(name, level, cause or _EARLY)
+        if kind != "repeat":
+            return self._check(name, kind, compare(ref, self.newest, level, self.noise), level)
+        # What the script keeps for itself may hold the clock: that trains nothing.
+        pairs = [(ref.begin, self.newest.begin), *((ref.batches[k], one) for k, one in self.newest.batches.items())]
+        noise = frozenset(name for one, other in pairs for name in differing(one, other))
+        found = compare(ref, self.newest, level, frozenset(name for name in noise if name.startswith("run.state ")))
+        self.noise = noise if found.result == "bit-equal" else frozenset()
         return self._check(name, kind, found, level)
 
     def _check(self, name: str, kind: Kind, found: Comparison, level: Level) -> Check:
@@ -265,19 +275,16 @@ class Proof:
             result, note = "different", "as promised: random layers draw per rank and microbatch; exact=True: per slice"
         elif found.gradient is not None:
             note = f"gradient of its first update: off by {found.gradient:.1g} of the largest element"
-        when = f", {'before' if found.before else 'in'} update {found.batch}"
-        blame = tuple(
-            {"part": one.what, "update": found.batch, "text": one.text + ("" if i else when)}
-            for i, one in enumerate(found.findings[:20])
-        )
+        blame = [{"part": one.what, "update": found.batch, "text": one.text} for one in found.findings[:20]]
+        if blame:
+            blame[0]["text"] = f"{blame[0]['text']}, {'before' if found.before else 'in'} update {found.batch}"
         why = () if holds else likely(kind, found, self.microbatch_held)
-        seconds = time.monotonic() - self.began
-        return Check(name, result, holds, _DEMANDED[level], seconds, found.max_abs_difference, blame, why, note)
+        off, seconds = found.max_abs_difference, time.monotonic() - self.began
+        return Check(name, result, holds, _DEMANDED[level], seconds, off, tuple(blame), why, note)
 
     def _failed(self, name: str, level: str, cause: str) -> Check:
-        seconds = time.monotonic() - self.began
         blame = ({"part": "the script", "update": None, "text": cause},)
-        return Check(name, "failed", False, _DEMANDED[level], seconds, blame=blame)
+        return Check(name, "failed", False, _DEMANDED[level], time.monotonic() - self.began, blame=blame)
 
     def _begin(self, name: str) -> None:
         if name != self.doing:
@@ -294,6 +301,7 @@ class Proof:
         overrides: Mapping[str, Any] | None = None,
         continues: Trace | None = None,
         fresh: bool = False,
+        kill: int | None = None,
         **asked: Any,
     ) -> tuple[Trace, str]:
         """Start the script once, with what is `asked` of the trial. Returns its trace, and why it did not end as it
@@ -302,7 +310,6 @@ class Proof:
         self.trials += 1
         folder = os.path.join(self.folder, f"{self.trials:02d}")
         os.makedirs(folder)
-        kill = asked.get("kill")
         given = {**self.request.overrides, **ALWAYS, **(overrides or {}), "dir": os.path.join(folder, "run")}
         given["resume"] = "never" if continues is None else "must"
         if kill is not None or continues is not None:
@@ -311,22 +318,13 @@ class Proof:
             shutil.copytree(os.path.join(continues.folder, "run"), given["dir"])
         logs = os.path.join(folder, "logs")
         request = replace(self.request, nproc=world, cpu=True, logs=logs, tee="none", overrides=given)
-        trial = Trial(folder, self.updates, keep=(1, self.updates), **asked)
+        trial = Trial(folder, self.updates, keep=(1, self.updates), kill=kill, **asked)
         ended = self.starter.run(request, trial, f"verify-{os.getpid()}-{self.trials}", fresh=fresh)
-        trace = Trace.read(folder)
-        if kill is None:
-            return trace, ended.cause
-        if ended.codes[-1] == -9 and len(trace.batches) == kill:
-            return trace, ""
-        return (
-            trace,
-            ended.cause or f"rank {world - 1} was to be killed in update {kill}, and never came to its optimizer",
-        )
-
-
-def _drawn(trace: Trace) -> bool:
-    """Whether a forward or backward drew from torch's generators."""
-    return any(batch["drawn"] for batch in trace.batches.values())
+        trace, cause = Trace.read(folder), ended.cause
+        if kill is not None:
+            never = f"rank {world - 1} was to be killed in update {kill}, and never came to its optimizer"
+            cause = "" if ended.codes[-1] == -9 and len(trace.batches) == kill else cause or never
+        return trace, cause
 
 
 def _processes(count: int) -> str:

@@ -26,14 +26,8 @@ from evener.launch import command, failure, machine, processes, records
 from evener.plan.handed import Trial
 
 # What a run imports that is not evener's; the first optimizer of a process imports torch._dynamo.
-PRELOADED = (
-    "numpy",
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "safetensors.torch",
-    "tensorboard.compat.proto.event_pb2",
-)
+PRELOADED: tuple[str, ...] = ("numpy", "torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
+PRELOADED += ("tensorboard.compat.proto.event_pb2",)
 
 
 @dataclass(frozen=True)
@@ -51,31 +45,26 @@ def decided(request: command.Request, trial: Trial, run_id: str) -> command.Laun
 
 
 class Starter:
-    """Starts trials, one at a time. `close` ends everything that was started.
+    """Starts trials, one at a time, each for `seconds` at most. `close` ends the process that forks.
 
-    Args:
-        launcher: Which trials go through the launcher, with new interpreters: "some" (those that ask for it), "all" or
-            "none". Forks are for Linux; elsewhere it is "all".
-        seconds: What one trial may take.
+    launcher: Whether trials that ask for new interpreters get them. Forks are for Linux; elsewhere all get them.
     """
 
-    def __init__(self, *, launcher: str = "some", seconds: float) -> None:
-        self.launcher, self.seconds = launcher if sys.platform == "linux" else "all", seconds
+    def __init__(self, *, launcher: bool = True, seconds: float) -> None:
+        self.launcher, self.seconds = launcher, seconds
         self.server: subprocess.Popen[bytes] | None = None
-        self.running: subprocess.Popen[bytes] | None = None
 
     def run(self, request: command.Request, trial: Trial, run_id: str, *, fresh: bool) -> Ended:
         """One trial, to its end. fresh: rather through the launcher."""
         logs = os.path.join(os.getcwd(), request.logs, run_id)
-        fresh = {"some": fresh, "all": True, "none": False}[self.launcher]
+        fresh = sys.platform != "linux" or (fresh and self.launcher)
         codes = self._launch(request, trial, run_id) if fresh else self._fork(decided(request, trial, run_id))
         ends = records.read_ends(logs, request.nproc or 1)
         if codes is None:
             return Ended((None,) * len(ends), f"it had not ended after {self.seconds:.0f} s, and was killed")
         if not fresh:
             ends = [replace(end, code=code if end.code is None else end.code) for end, code in zip(ends, codes)]
-        found = failure.find_cause(ends)
-        cause = ""
+        cause, found = "", failure.find_cause(ends)
         if found is not None:
             error = failure.as_error(found, logs, os.getcwd())
             cause = "\n".join([error.cause, *error.evidence])
@@ -85,21 +74,18 @@ class Starter:
 
     def _launch(self, request: command.Request, trial: Trial, run_id: str) -> list[int] | None:
         job = json.dumps({"request": asdict(request), "trial": asdict(trial), "run_id": run_id})
-        logs = os.path.join(request.logs, run_id)
-        os.makedirs(os.path.dirname(logs), exist_ok=True)
-        with open(f"{logs}.launcher", "wb") as log:
-            tie = processes.tied_to_parent(signal.SIGTERM)
-            self.running = subprocess.Popen(
-                [sys.executable, "-m", "evener.verify.start", job],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=tie,
+        os.makedirs(request.logs, exist_ok=True)
+        with open(os.path.join(request.logs, f"{run_id}.launcher"), "wb") as log:
+            running = subprocess.Popen(
+                [sys.executable, "-m", "evener.verify.start", job], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, preexec_fn=processes.tied_to_parent(signal.SIGTERM),
             )  # fmt: skip
             try:
-                return [self.running.wait(self.seconds)]
+                return [running.wait(self.seconds)]
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                _end(self.running, signal.SIGTERM)
-                self.running = None
+                _end(running)
 
     def _fork(self, launch: command.Launch) -> list[int] | None:
         os.makedirs(launch.logs)
@@ -111,7 +97,8 @@ class Starter:
                     file.write(text)
             target = launch.command.argv[launch.command.argv.index(command.shim_path()) + 1 :]
             ranks: dict[str, Any] = {"WORLD_SIZE": launch.nproc, "LOCAL_WORLD_SIZE": launch.nproc, "GROUP_RANK": 0}
-            ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}  # for a script that makes a group itself
+            with socket.create_server(("127.0.0.1", 0)) as free:  # for a script that makes a group itself
+                ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
             env = {**os.environ, "OMP_NUM_THREADS": "1", **launch.command.environ(os.environ)}
             env |= {key: str(value) for key, value in ranks.items()} | {"TORCHELASTIC_RUN_ID": launch.run_id}
             argv = [word.replace("$$", "$") for word in target]
@@ -120,7 +107,7 @@ class Starter:
             shutil.rmtree(launch.private, ignore_errors=True)
 
     def _ask(self, job: Mapping[str, Any]) -> list[int] | None:
-        """The answer of the fork server; None when there was none in time. The server is then gone."""
+        """The answer of the process that forks; None when there was none in time. It is then gone."""
         if self.server is None:
             self.words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the server)
             program = os.path.join(os.path.dirname(__file__), "forks.py")
@@ -135,46 +122,33 @@ class Starter:
         with contextlib.suppress(BrokenPipeError):
             self.server.stdin.write(json.dumps(job).encode() + b"\n")
             self.server.stdin.flush()
-            if select.select([self.server.stdout], [], [], self.seconds)[0]:
-                answer = self.server.stdout.readline()
-            else:
+            if not select.select([self.server.stdout], [], [], self.seconds)[0]:
                 self.close()
                 return None
+            answer = self.server.stdout.readline()
         if not answer:
             self.words.seek(0)
             lines = self.words.read().decode(errors="replace").splitlines()[-3:]
             self.close()
-            raise LaunchError(
-                "The process that forks the ranks has ended.", evidence=lines, fix=["--launcher all does without it"]
-            )
+            raise LaunchError("The process that forks the ranks has ended.", evidence=lines)
         codes: list[int] = json.loads(answer)
         return codes
 
     def close(self) -> None:
-        if self.running is not None:
-            _end(self.running, signal.SIGTERM)
         if self.server is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.server.pid, signal.SIGKILL)
-            self.server.wait()
-            for stream in (self.server.stdin, self.server.stdout, self.words):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+            with contextlib.suppress(OSError):
+                self.server.communicate()
+            self.words.close()
             self.server = None
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
-
-
-def _end(process: subprocess.Popen[bytes], signum: int) -> None:
-    """The signal, and ten seconds for an orderly end; the supervisor needs less."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """TERM twice, and ten seconds for an orderly end; the supervisor needs less."""
     if process.poll() is None:
         for seconds in (0.5, 10.0):  # the second signal means now
-            process.send_signal(signum)
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
                 return
