@@ -149,7 +149,7 @@ def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterato
 
 def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterator[str]:
     """One line a cut. Sizes in one unit; `total` is the whole device, with its low and high."""
-    shown = [row for row in plan.cuts if row.verdict != "not possible" and (everything or _worth(row, plan))]
+    shown = [row for row in plan.cuts if not row.reason and (everything or _worth(row, plan))]
     most = max((row.high_bytes or 0 for row in shown), default=0)
     unit, name = (1 << 30, "GiB") if most >= 2 << 30 else (1 << 20, "MiB")
     head = ["", "strategy", "dtype", "recompute", "saved", "pieces"]
@@ -171,7 +171,8 @@ def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterat
         aligned = [text.ljust(width) for text, width in texts] + [one.rjust(width) for one, width in figures]
         yield " ".join([*aligned, line[-1]]).rstrip()
     for reason, row in {row.reason: row for row in reversed(plan.cuts) if row.reason}.items():
-        what = f"{row.cut.strategy}, {row.cut.precision}, recompute {row.cut.activation_checkpointing}"
+        again = f", recompute {row.cut.activation_checkpointing}" if row.verdict == "not possible" else ""
+        what = f"{row.cut.strategy}, {row.cut.precision}{again}"
         yield from _wrapped(f"{row.verdict}: {what}: {reason}", "    ", "  ")
     if plan.chosen is not None and plan.chosen.seconds_low:
         low, high = duration(plan.chosen.seconds_low), duration(plan.chosen.seconds_high)

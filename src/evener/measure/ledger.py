@@ -24,7 +24,7 @@ from evener.plan.values import Alloc, Collective, Event, Free, Op
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _KNOWN = (torch.Tensor, torch.nn.Parameter, private.FakeTensor)
-_TORCHS = ("aten", "prims", "fsdp", "c10d", "_c10d_functional", "inductor")
+_TORCHS = ("aten", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_dtensor", "inductor", "mkldnn", "onednn")
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 
 

@@ -206,8 +206,8 @@ def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: M
 
 
 def _notes(rows: list[Row], left: list[Cut], captured: Captured, machine: Machine) -> tuple[str, ...]:
-    names = [" ".join((one.strategy, one.precision, f"recompute {one.activation_checkpointing}")) for one in left]
-    notes = [f"not compared, for the sake of time (--all does): {', '.join(names)}"] * bool(left)
+    names = [one.words().rpartition(",")[0] for one in left]
+    notes = [f"not compared, for the sake of time (--all does): {'; '.join(names)}"] * bool(left)
     notes += [line for row in rows for line in row.notes]
     if captured.on_cpu:
         where = ", ".join(captured.on_cpu[:4])

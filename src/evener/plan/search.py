@@ -255,7 +255,8 @@ def rows_of(
     cuts = combinations(captured, machine, world)
     for number, cut in enumerate(cuts, 1):
         book.progress = f"{number}/{len(cuts)} "
-        if not everything and book.seconds > ENOUGH_SECONDS and any(row.verdict == "fits" for row in rows):
+        enough = book.seconds > ENOUGH_SECONDS and any(row.verdict == "fits" for row in rows)
+        if enough and not everything and states_bytes(cut, captured) <= machine.capacity_bytes:
             left.append(cut)
         else:
             rows += _sizes(book, cut, captured, machine)
