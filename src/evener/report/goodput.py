@@ -76,7 +76,6 @@ def newest_update(folder: Path) -> int | None:
     """The number of the newest update that left a trace in a run directory; each rank leaves one a second."""
     numbers = [int(one["update"]) for one in read_json(folder, "pulse-rank*.json", "update")]
     with contextlib.suppress(OSError):
-        for event in read_events(folder / "events.jsonl"):
-            if event.get("kind") == "update" and isinstance(event.get("update"), int):
-                numbers.append(event["update"])
+        updates = (one.get("update") for one in read_events(folder / "events.jsonl") if one["kind"] == "update")
+        numbers += [number for number in updates if isinstance(number, int)]
     return max(numbers, default=None)
