@@ -169,6 +169,8 @@ def table(test_seed):
             # without torchrun's closing table what it hides is simply an exception, or a lost peer
             if "cut" in name:
                 accepted += {"B170": ["python-exception", "peer-gone"], "B171": ["peer-gone"]}.get(case["id"], [])
+            # one skipped step in a long log is a scaler at work
+            accepted += [None] if name == "noise around" and case["id"] == "B140" else []
             right = answer.kind in accepted
             row[0] += right
             row[1] += 1

@@ -523,6 +523,24 @@ TEXTS = [
         "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 260.00 MiB. GPU 3 has a total capacity of 44.34 GiB of which 60.88 MiB is free. Of the allocated memory 42.02 GiB is allocated by PyTorch, and 1.42 GiB is reserved by PyTorch but unallocated.\n[2026-01-02 10:10:10,982] [ERROR] [launch.py:325:sigkill_handler] ['/env/bin/python', '-u', 'sft.py', '--local_rank=7'] exits with return code = -6",
     ),
     (
+        "host-oom-sigkill",  # Ray's error of that name is the host's memory
+        None,
+        None,
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
+    ),
+    (
+        "stopped-by-signal",
+        None,
+        None,
+        '[rank: 0] Received SIGTERM: 15\nTraceback (most recent call last):\n  File "train.py", line 3, in <module>\n    trainer.fit(m)\nlightning.pytorch.utilities.exceptions.SIGTERMException',
+    ),
+    (
+        "ckpt-size-mismatch",  # a log in which every line has a time
+        None,
+        None,
+        "[2026-11-29 10:00:00,123] RuntimeError: Error(s) in loading state_dict for Net:\n[2026-11-29 10:00:00,124]         size mismatch for head.bias: copying a param with shape torch.Size([80]) from checkpoint, the shape in current model is torch.Size([9]).",
+    ),
+    (
         "illegal-memory-access",  # a line that a terminal has broken keeps its writer
         None,
         0,

@@ -48,7 +48,6 @@ def main(argv: list[str]) -> int:
     add("--list", action="store_true", help="all kinds, one a line")
     add("--json", action="store_true", help="the explanation (or the list, or the page) as JSON")
     add("--lang", choices=("en", "zh"), help="the language of the texts (default: the locale's)")
-    add("--color", choices=("auto", "always", "never"), default="auto", help="colours (default: on a terminal)")
     given = options.parse_args(argv)
     from evener.explain import explain_selections, preferred_language
 
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> int:
     else:
         selections, fates = read(given.what)
         answer = with_places(explain_selections(selections, language, fates), given.what)
-        value, text = answer.to_json(), text_of(answer, sys.stdout, given.color)
+        value, text = answer.to_json(), text_of(answer, sys.stdout)
         code = 0 if answer.kind is not None else 1
     print(json.dumps(value, ensure_ascii=False, indent=2) if given.json else text)
     return code
@@ -148,12 +147,12 @@ def gpus_then(logs: str) -> list[str]:
     return lines
 
 
-def text_of(answer: Explanation, stream: Any, color: str = "auto") -> str:
+def text_of(answer: Explanation, stream: Any) -> str:
     """The text form, coloured on a terminal only."""
     from evener.explain.answer import to_text
 
-    colored = color == "always" or (color == "auto" and stream.isatty() and "NO_COLOR" not in os.environ)
-    return to_text(answer, color=colored, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
+    color = stream.isatty() and "NO_COLOR" not in os.environ
+    return to_text(answer, color=color, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
 
 
 # --- the end of `evener run` ----------------------------------------------------------------------------------------

@@ -41,13 +41,13 @@ def explain_text(text: str, language: str = "en") -> Explanation:
 
 
 def _explained(raws: Iterable[Raw], lines_total: int, language: str, fates: Iterable[Fate]) -> Explanation:
-    from evener.explain.answer import explain_root
+    from evener.explain.answer import explain_matches
     from evener.explain.facts import Facts
     from evener.explain.lines import parse
     from evener.explain.root import find_root
 
     found = Facts(list(parse(raws)), lines_total, fates)
-    return explain_root(find_root(found), found, language)
+    return explain_matches(find_root(found), found, language)
 
 
 def explain_error(error: BaseException, *, language: str | None = None) -> Explanation:

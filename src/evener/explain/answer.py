@@ -15,7 +15,6 @@ from evener.explain.facts import Facts
 from evener.explain.kinds import LISTS, STAGES, texts_of
 from evener.explain.lines import Line
 from evener.explain.match import Match
-from evener.explain.root import Root
 
 EVIDENCE, CONSEQUENCES = 8, 6
 
@@ -65,12 +64,13 @@ def words(language: str) -> Mapping[str, str]:
     return dict(tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8"))[language])
 
 
-def explain_root(root: Root | None, facts: Facts, language: str = "en") -> Explanation:
+def explain_matches(matches: list[Match], facts: Facts, language: str = "en") -> Explanation:
+    """matches: The root and then its consequences; empty: nothing has failed."""
     say = words(language)
-    if root is None:
+    if not matches:
         nothing = say["nothing"].format(lines=facts.lines_total)
         return Explanation(None, None, None, False, say["no_culprit"], "none", nothing, language=language)
-    match, kind = root.match, root.match.kind
+    match, kind = matches[0], matches[0].kind
     several = len(facts.ranks) > 1 or len({line.rank for line in facts.lines}) > 1 or (facts.world_size or 1) > 1
     known = match.known if match.known is not None else (match.rank is not None or not several)
     texts = texts_of(kind, match.sub, language, _values(match))
@@ -79,7 +79,7 @@ def explain_root(root: Root | None, facts: Facts, language: str = "en") -> Expla
     named = known and match.rank is not None
     summary = say["on_rank"].format(rank=_ranks(match.rank, say), what=texts["title"]) if named else texts["title"]
     # The same failure of the same process again, in a record or a second traceback, is no consequence.
-    again = [one for one in root.consequences if one.kind is kind and one.line.rank == match.rank is not None]
+    again = [one for one in matches if one.kind is kind and one.line.rank == match.rank is not None]
     return Explanation(
         kind.name,
         match.sub,
@@ -89,8 +89,8 @@ def explain_root(root: Root | None, facts: Facts, language: str = "en") -> Expla
         match.confidence,
         summary[:1].upper() + summary[1:],
         evidence=tuple(_shown(match.evidence, facts)),
-        consequences=tuple(_consequences([one for one in root.consequences if one not in again], language)),
-        alternatives=tuple(root.alternatives),
+        consequences=tuple(_consequences([one for one in matches[1:] if one not in again], language)),
+        alternatives=tuple(match.alternatives),
         language=language,
         **{key: tuple(texts[key]) for key in LISTS},
     )

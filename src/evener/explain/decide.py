@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from evener.explain import oom
 from evener.explain.facts import Facts, Waited
 from evener.explain.kinds import STAGES
 from evener.explain.match import Match
+from evener.explain.oom import memory
 
 LATE = STAGES.index("messenger")
 _SLOW = re.compile(
@@ -20,17 +20,6 @@ _SLOW = re.compile(
     r"generat(?:e|ing) samples|tokeniz\w+|preprocess\w+|download\w+|loading (?:dataset|checkpoint shards))"
 )
 _LOST = re.compile(r"(?i)closed by peer|reset by peer|connection refused|broken pipe|timed out|ncclRemoteError")
-
-
-def memory(match: Match, facts: Facts) -> bool:
-    verdict = oom.decide(match.flat, match.raised, facts)
-    match.become(verdict.kind)
-    match.stage = min(match.stage, STAGES.index("failure"))  # a kind may be a mere condition where no message says so
-    match.sub, match.confidence, match.alternatives = verdict.sub, verdict.confidence, verdict.alternatives
-    match.values |= verdict.values
-    if device := re.search(r"GPU (\d+)\b", match.flat):
-        match.values["gpu"] = device[1]
-    return True
 
 
 def timeout(match: Match, facts: Facts) -> bool:

@@ -196,11 +196,12 @@ def _exception(text: str, *, framed: bool) -> re.Match[str] | None:
 def _continues(line: Line, taken: list[Line]) -> bool:
     """Whether `line` belongs to the message that `taken` began."""
     text = line.text
-    if line.seconds is not None or _HEAD.match(text) or _CHAIN.search(text) or _TRACEBACK.search(text):
+    indented = text.startswith((" ", "\t"))
+    if (line.seconds is not None and not indented) or any(one.search(text) for one in (_HEAD, _CHAIN, _TRACEBACK)):
         return False
     if line.number > taken[-1].number + 4:
         return False
-    return not (_EXCEPTION.match(text) and not text.startswith((" ", "\t")))
+    return indented or not _EXCEPTION.match(text)
 
 
 # --- ends of processes ----------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ generations of the text: up to 2.0 in brackets ("already allocated; ... reserved
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
-from evener.explain.facts import Facts, Raised
+from evener.explain.facts import Facts
+from evener.explain.kinds import STAGES
+from evener.explain.match import Match
 
 MIB = 1024.0
 _UNIT = {"bytes": 1 / 1024, "b": 1 / 1024, "kib": 1.0, "kb": 1.0, "mib": MIB, "mb": MIB, "gib": MIB**2, "gb": MIB**2}
@@ -36,15 +37,6 @@ _GROWS = re.compile(
     r"(?m)\b\w*(?:loss|likelihood|nll|cost|objective)\w*\s*\+=\s*(?!.*(?:\.item\(|\.detach\(|float\())[\w.]*(?:loss|likelihood|nll|cost|objective)\w*\s*$"
     r"|(?:losses|outputs|history|logs?)\w*\.append\(\s*(?:loss|output|out|logits|pred)\w*\s*\)"
 )
-
-
-@dataclass
-class Verdict:
-    kind: str
-    sub: str | None
-    confidence: str
-    alternatives: list[str]
-    values: dict[str, str]
 
 
 def figures(text: str) -> dict[str, float]:
@@ -82,23 +74,23 @@ def foreign(text: str, f: dict[str, float]) -> list[tuple[str, float]]:
     return held
 
 
-def _by_the_driver(text: str, raised: Raised | None, facts: Facts) -> list[tuple[str, float]]:
+def _by_the_driver(match: Match, facts: Facts) -> list[tuple[str, float]]:
     """The same of the message's GPU, out of the lines that `evener run` left; none if the own process is unknown."""
-    rank = raised.lines[-1].rank if raised is not None else None
-    device, fate = re.search(r"GPU (\d+)\b", text), facts.fates.get(-1 if rank is None else rank)
+    rank = match.raised.lines[-1].rank if match.raised is not None else None
+    device, fate = re.search(r"GPU (\d+)\b", match.flat), facts.fates.get(-1 if rank is None else rank)
     if device is None or fate is None:
         return []
     line = rf"NVML: GPU \d+ \(cuda:{device[1]}\): process (\d+) of .* holds ([\d.]+) ([KMG]iB)"
     return [one for one in _held(line, facts.everything) if one[0] != str(fate.pid)]
 
 
-def decide(text: str, raised: Raised | None, facts: Facts) -> Verdict:
+def memory(match: Match, facts: Facts) -> bool:
     """Which kind of out-of-memory this message is."""
+    text, code = match.flat, match.raised.code if match.raised else ""
     f = figures(text)
-    code = raised.code if raised else ""
     everything = facts.everything
     # An older message, or a container, hides them: then what the driver said when the rank failed.
-    held = foreign(text, f) or _by_the_driver(text, raised, facts)
+    held = foreign(text, f) or _by_the_driver(match, facts)
     others, pids = sum(size for _, size in held), [pid for pid, _ in held]
     request, free, total = f.get("request"), f.get("free"), f.get("total")
     allocated, spare = f.get("allocated"), f.get("unallocated", 0.0)
@@ -112,8 +104,15 @@ def decide(text: str, raised: Raised | None, facts: Facts) -> Verdict:
         if missing > 0.3 * total:
             others, values["others"] = missing, shown(missing)
 
-    def verdict(kind: str, sub: str | None = None, confidence: str = "high", *alternatives: str) -> Verdict:
-        return Verdict(kind, sub, confidence, list(alternatives), values)
+    if device := re.search(r"GPU (\d+)\b", text):
+        values["gpu"] = device[1]
+
+    def verdict(kind: str, sub: str | None = None, confidence: str = "high", *alternatives: str) -> bool:
+        match.become(kind)
+        match.stage = min(match.stage, STAGES.index("failure"))  # a kind may be a mere condition where nobody says so
+        match.sub, match.confidence, match.alternatives = sub, confidence, list(alternatives)
+        match.values |= values
+        return True
 
     if "more than 1EB" in text or (request and request >= MIB**4):
         return verdict("nccl-timeout", "garbage-size", "medium", "oom-capacity")

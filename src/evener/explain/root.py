@@ -8,7 +8,6 @@ one, else by place in the text. A kind may name others that are its cause (`afte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from evener.explain import decide
 from evener.explain.facts import Facts
@@ -16,22 +15,11 @@ from evener.explain.kinds import STAGES
 from evener.explain.match import GENERIC, Match, find_matches, first_group
 
 
-@dataclass
-class Root:
-    """The match to answer with, and the others: consequences, and what else it could be."""
-
-    match: Match
-    consequences: list[Match]
-    alternatives: list[str]
-
-
-def find_root(facts: Facts) -> Root | None:
-    """The root of a text, or None when nothing in it says that something failed."""
+def find_root(facts: Facts) -> list[Match]:
+    """The root of a text and its consequences behind it; empty: nothing says that something failed."""
     matches = [match for match in find_matches(facts) if _decided(match, facts)]
-    if not matches:
-        return None
     if all(match.kind.name == GENERIC and _went_on(match, facts) for match in matches):
-        return None  # exceptions that were caught and logged
+        return []  # exceptions that were caught and logged
     names = {match.kind.name for match in matches}
     held = {id(match) for match in matches if names & set(match.kind.after) - {match.kind.name}}
     clocked = all(match.line.seconds is not None for match in matches)
@@ -44,13 +32,14 @@ def find_root(facts: Facts) -> Root | None:
         return (id(match) in held, match.stage, when, match.line.order)
 
     matches.sort(key=order)
-    root, others = matches[0], matches[1:]
+    root, *others = matches
     if root.rank is None and root.known is None:
         _name_the_rank(root, others, facts)
     _same_everywhere(root, others, facts)
     near = [one.kind.name for one in others if one.stage <= root.stage and one.kind.name != GENERIC]
     alternatives = dict.fromkeys([*root.alternatives, *near[:3]])
-    return Root(root, others, [name for name in alternatives if name != root.kind.name])
+    root.alternatives = [name for name in alternatives if name != root.kind.name]
+    return matches
 
 
 def _went_on(match: Match, facts: Facts) -> bool:
