@@ -25,6 +25,13 @@ ROWS, IN, HIDDEN, OUT = 16, 12, 20, 5
 OF_A_ROW = 2 * (2 * (IN * HIDDEN + HIDDEN * OUT) + HIDDEN * OUT)
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_compiled_before():
+    """A file of tests before this one may have compiled something in this process; then nothing would be counted."""
+    if "torch._dynamo.utils" in sys.modules:
+        sys.modules["torch._dynamo.utils"].counters.clear()
+
+
 def mlp() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(IN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUT))
