@@ -36,7 +36,7 @@ COST = {"none": 1.0, "selective": 1.1, "full": 1.3}
 
 def captured(**more: object) -> Captured:
     words = {"global_batch_size": 64, "rows": 1000, "row_bytes": 0, "parameters": 1, "trainable": 1}
-    return Captured(**{**words, "parameter_bytes": 4, "buffer_bytes": 0, **more})
+    return Captured(**{**words, "parameter_bytes": 4, **more})
 
 
 def machine(gpus: int = 1, gib: float = 80, **more: object) -> Machine:

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from evener import facts
+from evener.cli.bench import calibration
 from evener.plan.clock import Machine, Pace, collective_seconds, operation_seconds, seconds
 from evener.plan.make import calibrated
 from evener.plan.values import Collective, Cut, Op, Trace
@@ -135,8 +136,14 @@ def test_a_calibration_narrows_the_range_and_an_uncalibrated_time_says_so():
 
 def test_a_calibrated_cpu_has_a_time_that_its_processes_share(tmp_path):
     file = tmp_path / "calibration.json"
-    measured = {"fp32": 1e11, "memory_bytes_per_second": 1e10, "launch_us": 5.0, "network_bytes_per_second": 1e9}
-    file.write_text(json.dumps({"cpus": {"A CPU": measured}}))
+    bench = [
+        {"part": "matmul", "name": "fp32", "flops_per_second": 1e11},
+        {"part": "memory", "name": "copy on the device (read + write)", "bytes_per_second": 1e10},
+        {"part": "memory", "name": "launch of one operation", "bytes_per_second": None, "seconds": 5e-6},
+        {"part": "comm", "name": "all_reduce", "bus_bytes_per_second": 1e9},
+    ]
+    where, name, measured = calibration({"device": "cpu", "name": "A CPU"}, bench)
+    file.write_text(json.dumps({where: {name: measured}}))
     one, two = (calibrated(Machine("cpu", "the CPU", 1 << 30, "test", gpus=n), file, cpu="A CPU") for n in (1, 2))
     work = trace(product(1024, "float32"))
     alone, shared = seconds(work, one), seconds(work, two)

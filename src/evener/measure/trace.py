@@ -124,7 +124,7 @@ class Step:
                 _fake(ledger, tensor, f"{name}.{path}".strip("."), isinstance(tensor, torch.nn.Parameter))
         for optimizer in optimizers.values():
             for state in optimizer.state.values():
-                for tensor in (one for one in state.values() if isinstance(one, torch.Tensor)):
+                for tensor in filter(torch.is_tensor, state.values()):
                     private.faked(tensor)
                     ledger.tag(tensor, "optimizer")
             _choose_kernels(optimizer, device, exact=bool(self.keywords.get("exact")))
@@ -160,7 +160,7 @@ class Step:
             engine.step_parts(parts, total, optimizer=self.optimizer_name)
             for parameter, state in target.optimizer.state.items():
                 name = ledger.names.get(id(parameter), "")
-                for tensor in (one for one in state.values() if isinstance(one, torch.Tensor)):
+                for tensor in filter(torch.is_tensor, state.values()):
                     ledger.tag(tensor, "optimizer", name)
             ledger.begin("start")
         events, (first, second) = ledger.finished(marks)

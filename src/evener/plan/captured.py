@@ -46,7 +46,6 @@ class Captured:
     parameters: int
     trainable: int
     parameter_bytes: int
-    buffer_bytes: int
     optimizers: tuple[str, ...] = ()
     slice_size: int | None = None
     exact: bool = False

@@ -98,19 +98,18 @@ def serve(config: Config, model: Any, optimizer: Any, loss_fn: Any, dataset: Any
         staying.over = True
     # The answers are evener's; what the script printed so far is in its log.
     with os.fdopen(pipes[0], "r", encoding="utf-8") as requests, os.fdopen(pipes[1], "w", encoding="utf-8") as answers:
-        try:
+        try:  # dataset and modules are the user's, and their errors belong in the plan
             step, captured = _look(config, model, optimizer, loss_fn, dataset, tuple(staying.lines if staying else ()))
             _tell(answers, captured=asdict(captured))
-        except Exception as error:  # dataset and modules are the user's, and their errors belong in the plan
+            for asked in map(json.loads, requests):
+                cut, capability = Cut(**asked["cut"]), asked["capability"] and tuple(asked["capability"])
+                try:
+                    trace = step.trace_forked(cut, device=asked["device"], capability=capability)
+                    _tell(answers, trace=trace.to_json())
+                except Exception as error:
+                    _tell(answers, error=words(error))
+        except Exception as error:
             _tell(answers, error=words(error))
-            requests = ()  # type: ignore[assignment]
-        for asked in map(json.loads, requests):
-            cut, capability = Cut(**asked["cut"]), asked["capability"] and tuple(asked["capability"])
-            try:
-                trace = step.trace_forked(cut, device=asked["device"], capability=capability)
-                _tell(answers, trace=trace.to_json())
-            except Exception as error:
-                _tell(answers, error=words(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing of the script runs after its Run, no exit handler either
@@ -192,7 +191,6 @@ def _look(
         parameters=sum(one.numel() for one in parameters),
         trainable=sum(one.numel() for one in parameters if one.requires_grad),
         parameter_bytes=sum(one.nbytes for one in parameters),
-        buffer_bytes=sum(one.nbytes for one in whole.buffers()),
         optimizers=tuple(type(one).__name__ for one in optimizers.values()),
         slice_size=slices.cut.slice_size,
         exact=config.exact,
