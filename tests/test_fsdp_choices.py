@@ -74,6 +74,74 @@ def test_ranks_that_choose_alike_are_not(ranks):
         assert norms == pytest.approx(expected, rel=1e-12)
 
 
+def compiled(strategy, compile, recompute):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).chunk(evener.world_size())[evener.rank()]
+    model = seeded(Dropped)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    engine = evener.Engine(
+        model, optimizer, lambda model, x: model(x, -1).square().mean(), device="cpu", precision="fp32",
+        strategy=strategy, microbatch_size=2, compile=compile, activation_checkpointing=recompute,
+    )  # fmt: skip
+    try:
+        # inductor's C++ compiler takes seconds for each kernel
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):
+            norms = [engine.step(x).grad_norm for _ in range(3)]
+        return norms, [whole(p.detach()).clone() for p in model.parameters()], graphs["unique_graphs"] - before
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("world", "recompute"),
+    [(2, None), *(pytest.param(*one, marks=pytest.mark.full) for one in [(2, "full"), (3, None)])],
+)
+def test_compiled_blocks_train_the_same(ranks, world, recompute):
+    expected, weights, _ = ranks(world)(compiled, "ddp", False, None)[0]
+    for norms, mine, graphs in ranks(world)(compiled, "fsdp", True, recompute):
+        assert graphs
+        assert norms == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(mine, weights, rtol=0, atol=1e-6)
+
+
+def looked_at(what, draw):
+    """evaluate or predict with blocks that each rank draws for itself, or all alike."""
+    data = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    model = seeded(Dropped)
+
+    def values(model, x):
+        return model(x, evener.rank() + 1 if draw == "own" else 1)
+
+    def metric_fn(model, x):
+        return {"mean": evener.Mean(total=values(model, x).sum(), count=len(x))}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evener.Run(
+        model, optimizer, lambda model, x: model(x, 0).mean(), data, global_batch_size=8, strategy="fsdp",
+        precision="fp32", ema=0.5,
+    ) as run:  # fmt: skip
+        try:
+            for of in (None, run.ema):
+                if what == "evaluate":
+                    run.evaluate(data, metric_fn=metric_fn, model=of, batch_size=2)
+            if what == "predict":
+                run.predict(data, values)
+        except evener.EvenerError as error:
+            return str(error)
+    return "equal"
+
+
+@pytest.mark.parametrize("what", ["evaluate", "predict"])
+def test_an_evaluation_of_different_blocks_is_refused_in_words(ranks, what):
+    for words in ranks(2)(looked_at, what, "own"):
+        assert "ranks ran different blocks" in words
+        assert "rank 0 gathers blocks.2, rank 1 gathers blocks.1" in words or (
+            "rank 0 gathers blocks.1, rank 1 gathers blocks.2" in words
+        )
+    assert ranks(2)(looked_at, what, "equal") == ["equal", "equal"]
+
+
 def scaled_by_numbers(strategy):
     """Each gradient to a norm of at most 0.05, with numbers that Python reads."""
     torch.manual_seed(0)

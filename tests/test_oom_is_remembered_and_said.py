@@ -173,6 +173,20 @@ def test_out_of_memory_in_before_step_is_said_to_be_there():
     assert "optimizer had" not in text and "microbatch_size=4" in text
 
 
+def test_out_of_memory_in_the_schedule_is_said_to_be_there():
+    class Schedule:
+        def step(self):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine = engine_for(row_loss, scheduler=Schedule())
+    engine.step(mlp_rows(8))
+    with pytest.raises(MemoryLimitError) as caught:
+        engine.step(mlp_rows(8))
+    text = str(caught.value)
+    assert text.startswith("Out of memory in the schedule's step.\n  CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    assert "may have been stepped already" in text and "newest checkpoint" in text
+
+
 def test_batchnorm_that_sees_whole_microbatches_is_not_cut():
     loss = Memory(0, token_loss)
     model = make()

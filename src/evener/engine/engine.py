@@ -33,6 +33,7 @@ from evener.engine.schedule import Schedule
 from evener.engine.setup import (
     SHARDED,
     Compiled,
+    CompiledForward,
     by_name,
     check_batchnorm,
     check_exact,
@@ -50,7 +51,7 @@ from evener.engine.setup import (
 )
 from evener.engine.shards import Options, Shards, check_fsdp, policy_of, without_storage
 from evener.engine.spread.choose import make_spread
-from evener.engine.step import Open, apply, backward, unscale
+from evener.engine.step import Open, apply, backward
 from evener.engine.target import LossFn, Target, clone
 from evener.engine.update import Update
 from evener.errors import BatchSizeError, UsageError, one_of, show_errors_without_traceback
@@ -215,6 +216,10 @@ class Engine:
             with self.group.call("the constructor of Run or Engine"):
                 if sharded:
                     twin = self._shard(models, optimizers, options, ema is not None, seed, fill)
+                    assert self.shards is not None
+                    if compile:
+                        blocks = self.shards.blocks.values() or [self.shards.model]
+                        self.hooks += [CompiledForward(block) for block in blocks]
                     parameters = {
                         name: check_parameters(self.named(), optimizer) for name, optimizer in optimizers.items()
                     }
@@ -306,7 +311,7 @@ class Engine:
                 self.hooks.append(hook)
             if self.precision.output is not None:
                 self.hooks.append(model.register_forward_hook(_cast_output(self.precision.output)))
-            if compile:
+            if compile and not (self.strategy in SHARDED and self.distributed):  # else block by block
                 self.hooks.append(Compiled(model, exact=self.batch.exact))
 
     def _shard(
@@ -367,13 +372,13 @@ class Engine:
     def backward(self, batch: Any, loss_fn: LossFn | None = None, *, optimizer: str | None = None) -> None:
         """Forward, backward and reduction: afterwards `.grad` is final, unscaled and not yet clipped. Collective.
 
-        Called again before `apply` it starts over from the same randomness (sharpness-aware minimisation).
+        Called again before `apply` it starts over from the same randomness (sharpness-aware minimisation). Under fsdp
+        and hsdp `.grad` is a DTensor: `.item()` of one is this rank's part (`.full_tensor()` is whole, and collective).
         """
         if self._open is not None:
             self.buffers.rewind()
         parts, rows = self._parts(batch)
-        self._open = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows)
-        unscale(self._open)
+        self._open = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows, final=True)
 
     def apply(self) -> Update:
         """Finite vote, clip, optimizer, schedule: the second half of an update. Called on all ranks."""

@@ -64,6 +64,11 @@ def is_oom(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(one in str(error) for one in _DISGUISED)
 
 
+def first_line(error: Exception) -> str:
+    """As evidence; never empty."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def free(device: torch.device) -> None:
     """Give cached memory back. The peak starts anew: that of the attempt that failed says nothing about the next."""
     gc.collect()

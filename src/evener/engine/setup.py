@@ -112,6 +112,17 @@ class Compiled:
         self.model._compiled_call_impl = self.before
 
 
+class CompiledForward:
+    """The same for one block of fsdp, whose own hooks gather it outside of what is compiled."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        self.block = block
+        block.forward = torch.compile(block.forward)
+
+    def remove(self) -> None:
+        del self.block.forward  # the class's is back
+
+
 def _one_kernel_per_shape(compiled: Any) -> Any:
     """Beyond its limit torch goes on without compiling, and with other last bits: here that is an error."""
     from torch._dynamo import config

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from evener.dist import comm
 from evener.dist.blank import materialise
 from evener.engine.blocks import find_blocks
 from evener.engine.optim import check_rowwise
@@ -127,6 +130,8 @@ class Shards:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        from evener.engine.spread.fsdp import Gather  # its imports cost as much as torch's own
+
         self.model, self.options, self.device = model, options, device
         self.rank, self.world = rank, world_size
         # Ranks in a row hold one copy together; ranks with the same place in it hold the same rows.
@@ -180,6 +185,11 @@ class Shards:
         self.by_local = {id(one.local): one for one in self.shards.values()}
         if blank and fill is not None:
             fill(self)
+        self.log = array("i")  # collectives in their order: i + 1 gathers block i, -(i + 1) reduces it
+        names = {id(module): name for name, module in model.named_modules()}
+        self.names = [names[id(part)] or "what is in no block" for part in self.parts[1:]]
+        for number, part in enumerate(self.parts[1:], 1):
+            part.set_custom_all_gather(Gather(self.log, number))
         for part in self.parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -317,6 +327,34 @@ class Shards:
         for part in self.parts[1:]:
             yield part, [one for one in self.shards.values() if one.rows and nearest[id(one.owner)] is part]
 
+    def order(self) -> int:
+        """Of the collectives since `log` was emptied, in a number that is exact in float32."""
+        return zlib.crc32(self.log.tobytes()) & 0xFFFFFF
+
+    def refuse(self, log: array[int]) -> None:
+        """Say where the ranks' orders differ. Collective.
+
+        FSDP's collectives are paired by their order alone: another one of the same shape would be taken silently.
+        """
+        every = comm.all_gather(log.tolist())
+        said = [
+            [self._said(log[i]) if i < len(log) else "nothing" for log in every] for i in range(max(map(len, every)))
+        ]
+        i, first = next((i, one) for i, one in enumerate(said) if len(set(one)) > 1)
+        other = next(rank for rank, what in enumerate(first) if what != first[0])
+        raise ModelError(
+            "ranks ran different blocks of the model at once: fsdp gathers each on all ranks at once.",
+            evidence=[f"collective {i + 1} of them: rank 0 {first[0]}, rank {other} {first[other]}"],
+            fix=[
+                "draw which blocks run from something equal on all ranks: random.Random(number) with a number that the "
+                "model counts, not torch's generator, which differs per slice",
+                'strategy="ddp"',
+            ],
+        )
+
+    def _said(self, entry: int) -> str:
+        return f"{'gathers' if entry > 0 else 'reduces'} {self.names[abs(entry) - 1]}"
+
     def clear(self) -> None:
         """Let go of the gradients of the model's own parameters."""
         for one in self.shards.values():
@@ -416,8 +454,12 @@ def check_fsdp(
         raise UsageError(
             'strategy="fsdp" shards one model with one optimizer.', fix=['strategy="ddp" for several of either']
         )
-    if compile:
-        raise UsageError('compile=True with strategy="fsdp" is not there yet.', fix=["compile=False", 'strategy="ddp"'])
+    if compile and exact:
+        raise UsageError(
+            'exact=True with compile=True and strategy="fsdp": blocks are compiled one by one, and on one process the '
+            "model as a whole, with other last bits.",
+            fix=["compile=False", 'strategy="ddp"', "or exact=False"],
+        )
     if exact and precision.by_part and precision.compute is not None:
         raise UsageError(
             "exact=True: parameters gathered in half precision give other bits than the same model on one process.",

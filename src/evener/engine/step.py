@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from evener.engine.join import Part
-from evener.engine.oom import PROVEN, STEPPED, UNTRIED, Again, Held, free, is_oom
+from evener.engine.oom import PROVEN, STEPPED, UNTRIED, Again, Held, first_line, free, is_oom
 from evener.engine.precision import refuse_autocast
 from evener.engine.shards import WholeNumbers, refuse_mixed
 from evener.engine.tally import Tally, as_loss, refuse_names
@@ -59,6 +59,7 @@ def backward(
     nominal: int | None,
     all_delivered: bool = True,
     as_cut: bool = False,
+    final: bool = False,
 ) -> Open:
     """Forward and backward of all pieces, and the reduction. Collective.
 
@@ -67,6 +68,7 @@ def backward(
         nominal: Rows of the global batch as the order gives them; None where only the ranks together know.
         all_delivered: False where rows may be missing, on any rank: then they are counted.
         as_cut: The pieces of all ranks are those of `engine.cut`, so that each rank knows how many the others have.
+        final: `.grad` is to be final: unscaled too.
     """
     if torch.is_autocast_enabled(engine.device.type):
         refuse_autocast(engine.device)
@@ -84,10 +86,12 @@ def backward(
             pieces = ladder.cut(engine, target, parts) if ladder.level else parts
             try:
                 done = _pieces(engine, target, loss_fn, pieces, nominal, all_delivered)
+                if final:
+                    unscale(done)
                 break
             except RuntimeError as error:
                 votes = error.votes if isinstance(error, Again) else None
-                words = "" if isinstance(error, Again) else _first_line(error)
+                words = "" if isinstance(error, Again) else first_line(error)
                 if words and not is_oom(error):
                     if engine.shards is not None:
                         refuse_mixed(error)
@@ -300,7 +304,7 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
         except RuntimeError as error:
             if not is_oom(error):
                 raise
-            again, words = held is not None and not words, _first_line(error)
+            again, words = held is not None and not words, first_line(error)
         if held is not None:
             held.put_back()
         free(engine.device)
@@ -311,8 +315,3 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
         done.unscaled = unscaled
         fields = {"phase": phase, "ranks": [engine.group.rank], "microbatch_size": None, "text": words}
         engine.report("oom", engine.number, fields)
-
-
-def _first_line(error: Exception) -> str:
-    """As evidence; never empty."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

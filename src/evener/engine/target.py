@@ -15,14 +15,14 @@ import torch
 from evener.dist import comm
 from evener.engine.flags import Flags
 from evener.engine.mean import Mean
-from evener.engine.oom import MARK, UNTRIED, Again
+from evener.engine.oom import MARK, UNTRIED, Again, first_line, is_oom
 from evener.engine.optim import prepare
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
 from evener.engine.shards import Shards
 from evener.engine.spread import Spread
 from evener.engine.tally import Tally
-from evener.errors import LossError, UsageError
+from evener.errors import LossError, MemoryLimitError, UsageError
 
 LossFn = Callable[..., Any]
 
@@ -168,10 +168,23 @@ class Target:
             optimizer._step_supports_amp_scaling = bool(self.skips_by_itself)
 
     def settle(self) -> None:
-        """Read the last update's flag and make its schedule step. Waits for the device; no communication."""
+        """Read the last update's flag and make its schedule step. Waits for the device; no communication.
+
+        Raises:
+            MemoryLimitError: the schedule's step, which cannot be undone, had no memory.
+        """
         skipped = self.flags.land()
         if skipped is not None:
-            self.schedule.after_update(skipped)
+            try:
+                self.schedule.after_update(skipped)
+            except RuntimeError as error:
+                if not is_oom(error):
+                    raise
+                raise MemoryLimitError(
+                    "Out of memory in the schedule's step.",
+                    evidence=[first_line(error), "it may have been stepped already, so it is not tried again"],
+                    fix=["start it again: it goes on from the newest checkpoint, whole", "a smaller microbatch_size"],
+                ) from None
 
     # ------------------------------------------------------------------------------------------------ learned once
 

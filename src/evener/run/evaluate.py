@@ -119,6 +119,8 @@ class Walk:
 
         The first row is negative where the rank has nothing left and another has: then it computes and forgets.
         """
+        if self.shards is not None:
+            del self.shards.log[:]
         try:
             with no_trace(self.module, self.randomness):
                 for portion in self.feed.portions(Cursor(), epochs=1):
@@ -132,6 +134,11 @@ class Walk:
                             yield at, aligned(batch) if self.exact else batch, rows
         finally:
             self.feed.close()
+
+    def agree(self) -> None:
+        """Afterwards, under fsdp: all ranks ran the same blocks, or what each computed is not its own. Collective."""
+        if self.shards is not None and len(set(comm.all_gather(self.shards.order()))) > 1:
+            self.shards.refuse(self.shards.log)
 
     def each(self, what: str, use: Callable[[int, Any, int], None]) -> EvenerError | None:
         """use(first row, batch, rows) for all pieces, up to a problem that the other ranks must be told of.
@@ -190,6 +197,7 @@ def evaluate(walk: Walk, metric_fn: MetricFn) -> tuple[dict[str, float], int]:
     with walk.group.call("evaluate"):
         answers: list[list[Any]] = comm.all_gather([_told(problem), mine])
     _raise_told(problem, [said for said, _ in answers])
+    walk.agree()
     sums: dict[str, list[float]] = {}
     for _, pairs in sorted((one for _, ranks in answers for one in ranks), key=lambda one: one[0]):
         for name, (total, count) in pairs.items():
@@ -223,6 +231,7 @@ def predict(walk: Walk, fn: Callable[..., Any]) -> torch.Tensor:
     with walk.group.call("predict"):
         every: list[dict[str, Any]] = comm.all_gather({"spans": spans, "kinds": kinds, "problem": _told(problem)})
         _raise_told(problem, [one["problem"] for one in every])
+        walk.agree()
         found = sorted({(tuple(shape), dtype) for one in every for shape, dtype in one["kinds"]})
         if len(found) > 1:
             evidence = [f"{dtype} of shape {shape} for a row" for shape, dtype in found[:8]]

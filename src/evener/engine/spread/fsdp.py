@@ -7,7 +7,6 @@ folding it for the rows that it keeps. What no dimension can split (0-dimensiona
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from evener.dist import comm
 from evener.engine.join import Join
 from evener.engine.shards import Shards
 from evener.engine.spread import Tensors, existing
@@ -24,7 +22,6 @@ from evener.engine.spread.ddp import DDP
 from evener.engine.spread.exact import Exact, Tree, row_norms
 from evener.engine.spread.single import Single
 from evener.engine.tally import as_loss
-from evener.errors import ModelError
 
 
 class FSDP(Single):
@@ -59,18 +56,13 @@ class FSDP(Single):
         self.square = torch.zeros(())
         self.hooks: list[Any] = []
         self.trees: list[_Tree] = []
-        self.log = array("i")  # this update's collectives in their order: i + 1 gathers part i, -(i + 1) reduces it
-        self.parts: list[str] = []
         self.late: tuple[torch.Tensor, torch.Event, array[int]] | None = None
         self.poison: torch.Tensor | None = None
-        names = {id(module): name for name, module in shards.model.named_modules()}
         for number, (part, inside) in enumerate(shards.gathered_by(), 1):
-            self.parts.append(names[id(part)] or "what is in no block")
-            summed = (_Sum if slice_size is None else _Tree)(join, self.log, number, keeps=self.keeps)
+            summed = (_Sum if slice_size is None else _Tree)(join, shards.log, number, keeps=self.keeps)
             if isinstance(summed, _Tree):
                 self.trees.append(summed)
             part.set_custom_reduce_scatter(summed)
-            part.set_custom_all_gather(_Gather(self.log, number))
             watched = [one for one in inside if id(one) in self.index]
             # After FSDP's own hook, which has gathered the parameters.
             hook = _Watch(watched, [self._mark(self.index[id(one)]) for one in watched])
@@ -98,7 +90,7 @@ class FSDP(Single):
         self.inner.begin(rows)
         self.used = [False] * len(self.pieces)
         self.step = 0
-        del self.log[:]
+        del self.shards.log[:]
         for tree in self.trees:
             tree.begin(self.slots(rows))
 
@@ -140,7 +132,7 @@ class FSDP(Single):
         mine = self._squares(self.gradients())
         flags = torch.tensor(self.used, device=mine.device).to(mine.dtype)
         order = [0] * self.shards.world
-        order[self.shards.rank] = zlib.crc32(self.log.tobytes()) & 0xFFFFFF  # exact in float32
+        order[self.shards.rank] = self.shards.order()
         told = torch.cat([mine, flags, torch.tensor(order, device=mine.device).to(mine.dtype)])
         dist.all_reduce(told)
         self.compare(told[-len(order) :])
@@ -160,35 +152,15 @@ class FSDP(Single):
             differs, landed, log = self.late
             landed.synchronize()
             if differs.item():
-                self._refuse(log)
+                self.shards.refuse(log)
         differs = (orders != orders[0]).any()
         if differs.device.type != "cpu":
             self.poison = torch.zeros_like(orders[0]).masked_fill_(differs, torch.nan)
             host, landed = differs.to("cpu", non_blocking=True), torch.Event(differs.device)
             landed.record()
-            self.late = host, landed, self.log[:]
+            self.late = host, landed, self.shards.log[:]
         elif differs:
-            self._refuse(self.log)
-
-    def _refuse(self, log: array[int]) -> None:
-        every = comm.all_gather(log.tolist())
-        said = [
-            [self._said(log[i]) if i < len(log) else "nothing" for log in every] for i in range(max(map(len, every)))
-        ]
-        i, first = next((i, one) for i, one in enumerate(said) if len(set(one)) > 1)
-        other = next(rank for rank, what in enumerate(first) if what != first[0])
-        raise ModelError(
-            "ranks ran different blocks of the model in one update: fsdp gathers each on all ranks at once.",
-            evidence=[f"collective {i + 1} of the update: rank 0 {first[0]}, rank {other} {first[other]}"],
-            fix=[
-                "draw which blocks run from something equal on all ranks: random.Random(number) with a number that the "
-                "model counts, not torch's generator, which differs per slice",
-                'strategy="ddp"',
-            ],
-        )
-
-    def _said(self, entry: int) -> str:
-        return f"{'gathers' if entry > 0 else 'reduces'} {self.parts[abs(entry) - 1]}"
+            self.shards.refuse(self.shards.log)
 
     def gradients(self) -> Tensors:
         """As `.grad` of the model's parameters is now: a user may have replaced it."""
@@ -276,7 +248,7 @@ class _Watch:
             handle.remove()
 
 
-class _Gather(DefaultAllGather):
+class Gather(DefaultAllGather):
     """FSDP's own, written down."""
 
     def __init__(self, log: array[int], number: int) -> None:
