@@ -7,6 +7,7 @@ communicates inside of an update, on any device, and a rank of weight 0 takes pa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,7 +33,8 @@ def freeze(model: torch.nn.Module) -> list[Any]:
     def stay(module: torch.nn.Module, args: object) -> None:
         module.training = False
 
-    handles: list[Any] = [_Mode(module) for module in layers(model) if module.training]
+    training = [module for module in layers(model) if module.training]
+    handles: list[Any] = [Undo(module.train) for module in training]
     for module in layers(model):
         module.eval()
         handles.append(module.register_forward_pre_hook(stay))
@@ -40,13 +42,10 @@ def freeze(model: torch.nn.Module) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mode:
-    """A layer that was in training mode, to be put back."""
+class Undo:
+    """A handle like those of hooks."""
 
-    module: torch.nn.Module
-
-    def remove(self) -> None:
-        self.module.train()
+    remove: Callable[[], object]
 
 
 def synchronise(model: torch.nn.Module, join: Join) -> list[Any]:
@@ -54,12 +53,14 @@ def synchronise(model: torch.nn.Module, join: Join) -> list[Any]:
 
     The layers stay the same objects; copies of them (deepcopy, pickle) are of the original class.
     """
-    classes: dict[type, type] = {}
-    for layer in layers(model):
-        kind = type(layer)
-        if kind not in classes:
-            classes[kind] = type(kind.__name__, (_Synchronised, kind), {"join": join, "plain": kind})
-    return [Exchanged(layer, classes[type(layer)]) for layer in layers(model)]
+    return exchange(layers(model), _Synchronised, {"join": join})
+
+
+def exchange(modules: Iterable[torch.nn.Module], base: type, members: dict[str, Any]) -> list[Any]:
+    """Give each module a class of `base` and its own, with these members. Returns handles that undo it."""
+    modules = list(modules)
+    classes = {kind: type(kind.__name__, (base, kind), {**members, "plain": kind}) for kind in set(map(type, modules))}
+    return [Exchanged(module, classes[type(module)]) for module in modules]
 
 
 class Exchanged:

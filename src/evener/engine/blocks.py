@@ -28,11 +28,7 @@ def blocks_repeated(model: Module, modules: Mapping[str, Module] | None = None) 
 
 
 def blocks_named(model: Module, named: Sequence[Any], keyword: str) -> dict[str, Module]:
-    """The modules that a list of modules, classes, or names of either means.
-
-    Raises:
-        UsageError: one that means none.
-    """
+    """The modules that a list of modules, classes, or names of either means."""
     modules = {name: one for name, one in model.named_modules() if name and any(True for _ in one.parameters())}
     found: dict[str, Module] = {}
     for wanted in named:

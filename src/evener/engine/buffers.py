@@ -8,10 +8,12 @@ and ranks, an integer one advances once. A skipped update leaves them as they we
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from evener.dist import comm
 from evener.engine.setup import plain_name
 from evener.engine.spread import Spread
 from evener.errors import ModelError
@@ -50,7 +52,7 @@ class Buffers:
     integer ones). Which buffers change is learned in the first update and agreed there.
     """
 
-    def __init__(self, model: torch.nn.Module, *, world_size: int, agree: Callable[[list[int]], list[int]]) -> None:
+    def __init__(self, model: torch.nn.Module, *, world_size: int) -> None:
         self.slots: list[Slot] = []
         self.names: list[str] = []
         self.absent: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
@@ -67,10 +69,8 @@ class Buffers:
                 self.names.append(plain_name(f"{path}.{name}" if path else name))
         self.any = bool(self.slots or self.absent)
         self.world_size = world_size
-        self.agree = agree
+        self.agree: Callable[[Any], Any] = _union
         self.learning = bool(self.slots)
-        self.floats: list[Slot] = []
-        self.integers: list[Slot] = []
         self.flats: dict[int, torch.Tensor] = {}
         self.counters: torch.Tensor | None = None
         self.old: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -152,19 +152,16 @@ class Buffers:
             self._drop_constant()
         if not rows:
             return
-        old = old_counters = new = new_counters = torch.zeros(0)
+        new = old = _flat([slot.value for slot in self.floats])
         if self.floats:
-            old = _flat([slot.value for slot in self.floats])
             new = spread.fold(self.flats, nominal, old) / rows
+        counters = old_counters = _flat([slot.value for slot in self.integers])
         if self.integers:
-            old_counters = _flat([slot.value for slot in self.integers])
-            new_counters = self.counters if self.counters is not None else old_counters
+            counters = self.counters if self.counters is not None else old_counters
             if self.world_size > 1:
-                new_counters = self._first_rank_with_rows(new_counters)
+                counters = self._first_rank_with_rows(counters)
         self.old = (old, old_counters)  # before anything is written: from here on `rewind` can undo it
-        for slots, values in ((self.floats, new), (self.integers, new_counters)):
-            if slots:
-                _write(slots, values)
+        self._write((new, counters))
 
     def _drop_constant(self) -> None:
         """End of learning: what did not change on any rank leaves this update's vectors, and later ones."""
@@ -186,9 +183,7 @@ class Buffers:
     def rewind(self) -> None:
         """Back to the values the open update started from: it is computed again."""
         if self.old is not None:
-            for slots, old in zip((self.floats, self.integers), self.old):
-                if slots:
-                    _write(slots, old)
+            self._write(self.old)
 
     def restore(self) -> None:
         """Back to the values the update began with, wherever it failed; nothing where it had not begun."""
@@ -202,14 +197,31 @@ class Buffers:
         self.begun = False
         if self.old is None:
             return
-        for slots, old in zip((self.floats, self.integers), self.old):
-            if slots:
-                _write(slots, torch.where(found.bool(), old, _flat([slot.value for slot in slots])))
+        now = (_flat([slot.value for slot in slots]) for slots in (self.floats, self.integers))
+        self._write([torch.where(found.bool(), old, new) if len(old) else old for old, new in zip(self.old, now)])
         self.old = None
+
+    def _write(self, flats: Iterable[torch.Tensor]) -> None:
+        for slots, flat in zip((self.floats, self.integers), flats):
+            if not slots:
+                continue
+            parts = flat.split([slot.value.numel() for slot in slots])
+            shaped = [part.view_as(slot.value).to(slot.value.dtype) for part, slot in zip(parts, slots)]
+            torch._foreach_copy_([slot.value for slot in slots], shaped)
+            torch._foreach_copy_([slot.tensor for slot in slots], shaped)
+            for slot in slots:
+                slot.owner[slot.name] = slot.tensor
+                slot.version = slot.tensor._version
+
+
+def _union(positions: list[int]) -> list[int]:
+    return sorted({position for one in comm.all_gather(positions) for position in one})
 
 
 def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     """One vector: float32 (float64 where a buffer is), or int64 for integers and flags."""
+    if not tensors:
+        return torch.zeros(0)
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     if not flat.is_floating_point():
         return flat.to(torch.int64)
@@ -219,13 +231,3 @@ def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _keep(flat: torch.Tensor, slots: list[Slot], kept: list[Slot]) -> torch.Tensor:
     parts = dict(zip(map(id, slots), flat.split([slot.value.numel() for slot in slots])))
     return torch.cat([parts[id(slot)] for slot in kept]) if kept else flat[:0]
-
-
-def _write(slots: list[Slot], flat: torch.Tensor) -> None:
-    parts = flat.split([slot.value.numel() for slot in slots])
-    shaped = [part.view_as(slot.value).to(slot.value.dtype) for part, slot in zip(parts, slots)]
-    torch._foreach_copy_([slot.value for slot in slots], shaped)
-    torch._foreach_copy_([slot.tensor for slot in slots], shaped)
-    for slot in slots:
-        slot.owner[slot.name] = slot.tensor
-        slot.version = slot.tensor._version

@@ -1,4 +1,4 @@
-"""How an update is cut into pieces: pure integer algebra, the same on every rank, without communication.
+"""How an update is cut into pieces: integer algebra, the same on every rank, and for an Engine's own batches.
 
 Rows of an update are numbered 0..rows-1 in the order of the data. Fast mode deals contiguous, balanced ranges to the
 ranks and cuts each into microbatches. Exact and coupled mode deal whole slices (slice i is rows i*slice_size ..), so
@@ -9,8 +9,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from evener import batch as batches
+from evener.dist import comm
 from evener.dist.info import share
+from evener.errors import BatchSizeError
+
+if TYPE_CHECKING:
+    from evener.engine.engine import Engine
 
 Piece = tuple[int, int]  # start, stop: rows inside the update
 
@@ -64,3 +71,52 @@ def _numbered(cut: Cut, rows: int) -> tuple[tuple[int, Piece], ...]:
 def default_slice_size(global_batch_size: int, *, at_least: int = 1) -> int:
     """A sixteenth of the global batch, rounded up; not below `at_least` (rows that BatchNorm needs), nor above all."""
     return min(global_batch_size, max(-(-global_batch_size // 16), at_least))
+
+
+def cut_batch(engine: Engine, batch: Any) -> tuple[list[tuple[int, int, Any]], int | None]:
+    """An Engine's batch of this rank, moved: (number, rows, batch) of each piece, and the rows of all ranks where they
+    are known. With slices the ranks tell each other their row counts, for the slices' numbers."""
+    rows = 0 if batch is None else batches.rows(batch, engine.split)
+    cut = engine.cut
+    world, size = cut.world_size, cut.slice_size
+    if size is None and world == 1 and 0 < rows <= (cut.microbatch_size or rows):
+        return [(0, rows, batches.move(batch, engine.device))], rows
+    first, total = 0, rows if world == 1 else None
+    if size is not None and world > 1:
+        counts: list[int] = comm.all_gather(rows)
+        total = sum(counts)
+        _check_counts(counts, size, engine.batch.exact)
+        first = sum(counts[: cut.rank]) // size
+    if rows == 0:
+        return [], total
+    batch = batches.move(batch, engine.device)
+    pieces = slices(rows, size) if size is not None else chop(0, rows, cut.microbatch_size or rows)
+    parts = [batch] if len(pieces) == 1 else [batches.part(batch, *piece, engine.split) for piece in pieces]
+    if engine.batch.exact:
+        parts = [batches.aligned(part) for part in parts]
+    return [(first + i, stop - start, part) for i, ((start, stop), part) in enumerate(zip(pieces, parts))], total
+
+
+def _check_counts(counts: list[int], size: int, exact: bool) -> None:
+    """Whole slices per rank, and in exact mode dealt evenly: every rank knows which slices the others have, and sees
+    every mistake, so that all stop together."""
+    rows, world = f"rows per rank: {', '.join(map(str, counts))}", len(counts)
+    for rank, start in enumerate(sum(counts[:rank]) for rank in range(world)):
+        if counts[rank] and start % size:
+            below = start // size * size
+            raise BatchSizeError(
+                f"rank {rank} starts at row {start} of the global batch, inside a slice of {size} rows.",
+                evidence=[rows],
+                fix=[f"start it at row {below} or {below + size}: whole slices per rank", "or use evener.Run"],
+            )
+    held = [-(-count // size) for count in counts]
+    dealt = [stop - start for start, stop in (share(sum(held), rank, world) for rank in range(world))]
+    if exact and held != dealt:
+        raise BatchSizeError(
+            f"exact=True deals the {sum(held)} slices of {size} rows evenly: {dealt} per rank, not {held}.",
+            evidence=[rows],
+            fix=[
+                f"rows per rank: {', '.join(str(count * size) for count in dealt)} (the last slice may be shorter)",
+                "or use evener.Run",
+            ],
+        )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from evener import batch as batches
-from evener.dist import Group, comm, here
+from evener.dist import Group, here
 from evener.dist import device as devices
-from evener.dist.info import share
 from evener.engine import batchnorm as bn
+from evener.engine import setup
 from evener.engine.buffers import Buffers
+from evener.engine.cut import cut_batch
 from evener.engine.digest import digest_of
 from evener.engine.ema import Ema
 from evener.engine.flags import Flags
@@ -24,37 +25,19 @@ from evener.engine.join import Join, Part
 from evener.engine.oom import Ladder
 from evener.engine.optim import check_parameters
 from evener.engine.pins import Pins
-from evener.engine.precision import Precision, cast_parameters, decide
+from evener.engine.precision import Precision, cast_hooks, cast_parameters, decide
 from evener.engine.randomness import Randomness
 from evener.engine.recompute import LATER, recompute
 from evener.engine.saved import Saved, check_saved
 from evener.engine.scaler import LossScale
 from evener.engine.schedule import Schedule
-from evener.engine.setup import (
-    SHARDED,
-    Compiled,
-    CompiledForward,
-    by_name,
-    check_batchnorm,
-    check_exact,
-    check_function,
-    check_model,
-    check_sparse,
-    check_traffic,
-    choose_strategy,
-    decide_batch,
-    for_target,
-    load_plain,
-    plain_module,
-    plain_name,
-    plain_state,
-)
-from evener.engine.shards import Options, Shards, check_fsdp, policy_of, without_storage
+from evener.engine.setup import SHARDED, load_plain, plain_name, plain_state
+from evener.engine.shards import Options, Place, Shards, check_fsdp, policy_of, sharded_with_twin
 from evener.engine.spread.choose import make_spread
 from evener.engine.step import Open, apply, backward
 from evener.engine.target import LossFn, Target, clone
 from evener.engine.update import Update
-from evener.errors import BatchSizeError, UsageError, one_of, show_errors_without_traceback
+from evener.errors import UsageError, one_of, show_errors_without_traceback
 
 Report = Callable[[str, int, dict[str, Any]], None]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -131,25 +114,24 @@ class Engine:
         fill: Callable[[Shards], None] | None = None,
     ) -> None:
         show_errors_without_traceback()
-        models, optimizers = by_name("model", model), by_name("optimizer", optimizer)
+        models, optimizers = setup.by_name("model", model), setup.by_name("optimizer", optimizer)
         for one in models.values():
-            check_model(one, blank=strategy in SHARDED and here().world_size > 1)
+            setup.check_model(one, blank=strategy in SHARDED and here().world_size > 1)
         self.given = model if isinstance(model, torch.nn.Module) else models  # what loss_fn sees
         if exact:
-            check_exact(torch.nn.ModuleDict(models) if len(models) > 1 else next(iter(models.values())))
-        models = {name: plain_module(one) for name, one in models.items()}
+            setup.check_exact(torch.nn.ModuleDict(models) if len(models) > 1 else next(iter(models.values())))
+        models = {name: setup.plain_module(one) for name, one in models.items()}
         # One module that holds all of them: for names, buffers, state and digest.
         self.model = models[""] if isinstance(model, torch.nn.Module) else torch.nn.ModuleDict(models)
         if loss_fn is not None:
-            check_function("loss_fn", loss_fn, "loss_fn(model, batch)")
+            setup.check_function("loss_fn", loss_fn, "loss_fn(model, batch)")
         self.loss_fn = loss_fn
         self.device = devices.device(device)
         self.precision: Precision = decide(precision, self.device)
         self.report: Report = report or _warn
-        parameters = {
-            name: check_parameters(dict(self.model.named_parameters()), one) for name, one in optimizers.items()
-        }
-        check_sparse(self.model)
+        named = dict(self.model.named_parameters())
+        parameters = {name: check_parameters(named, one) for name, one in optimizers.items()}
+        setup.check_sparse(self.model)
         if loss_is is not None:
             one_of("loss_is", loss_is, ["row mean"])
         one_of("batchnorm", batchnorm, ["slice", "sync", "frozen"])
@@ -157,10 +139,10 @@ class Engine:
         self.group = group if group is not None else Group(self.device, timeout=timeout)
         rank, world = self.group.rank, self.group.world_size
         self.distributed = world > 1
-        self.strategy = choose_strategy(strategy, world)
-        check_batchnorm(self.model, batchnorm, strategy=self.strategy, exact=exact)
+        self.strategy = setup.choose_strategy(strategy, world)
+        setup.check_batchnorm(self.model, batchnorm, strategy=self.strategy, exact=exact)
         synchronised = batchnorm == "sync" and bn.has_batchnorm(self.model)
-        self.batch = decide_batch(
+        self.batch = setup.decide_batch(
             global_batch_size=global_batch_size,
             microbatch_size=microbatch_size,
             slice_size=slice_size,
@@ -182,27 +164,14 @@ class Engine:
             self.hooks += [*bn.synchronise(self.model, self.join), self.join.own_group()]
             self.notes.append("BatchNorm sees the microbatches of all ranks together")
         sharded = self.strategy in SHARDED and world > 1
-        if fsdp is not None and self.strategy not in SHARDED:
-            raise UsageError(
-                f'fsdp= belongs to strategy="fsdp" and "hsdp"; this one is "{self.strategy}".',
-                fix=['strategy="fsdp"', "leave it out"],
-            )
-        options = Options.of(fsdp).laid_out(self.strategy, self.group.place.local_world_size)
+        options = Options.of(fsdp, self.strategy, self.group.place.local_world_size)
         self.shards: Shards | None = None
         twin: Shards | None = None
         if sharded:
-            check_fsdp(
-                models,
-                optimizers,
-                options,
-                precision=self.precision,
-                exact=exact,
-                compile=compile,
-                world_size=world,
-            )
+            check_fsdp(models, optimizers, options, self.precision, exact=exact, compile=compile, world_size=world)
             self.join = self.join or Join(self.cut, split, self.device)
         self.keeps = check_saved(saved_activations, strategy=self.strategy, exact=exact, compile=compile)
-        self.precision, self.approximate = check_traffic(
+        self.precision, self.approximate = setup.check_traffic(
             gradient_compression, sync_every, self.precision, strategy=self.strategy, exact=exact, world_size=world
         )
         if saved_activations == "int8":
@@ -211,18 +180,19 @@ class Engine:
         self.master = next(iter(parameters.values()))[0].dtype
         handles, self.recomputes = recompute(self.model, activation_checkpointing)
         self.hooks += handles
-        self._place(models, optimizers, compile)
+        self._place(models, optimizers, compile, sharded)
         if world > 1:
             with self.group.call("the constructor of Run or Engine"):
                 if sharded:
-                    twin = self._shard(models, optimizers, options, ema is not None, seed, fill)
-                    assert self.shards is not None
+                    (only,), (one,) = models.values(), optimizers.values()
+                    place = Place(self.device, rank, world, policy_of(self.precision, exact=exact))
+                    self.shards, twin = sharded_with_twin(only, options, place, ema is not None, seed, fill)
+                    self.shards.remap(one)
+                    self.notes.append(self.shards.words())
                     if compile:
-                        blocks = self.shards.blocks.values() or [self.shards.model]
-                        self.hooks += [CompiledForward(block) for block in blocks]
-                    parameters = {
-                        name: check_parameters(self.named(), optimizer) for name, optimizer in optimizers.items()
-                    }
+                        blocks = self.shards.blocks.values() or [only]
+                        self.hooks += [setup.CompiledForward(block) for block in blocks]
+                    parameters = {name: check_parameters(self.named(), one) for name, one in optimizers.items()}
                 for tensor in (*(self.model.parameters() if not self.shards else ()), *self.model.buffers()):
                     torch.distributed.broadcast(tensor.detach(), 0)
         if scaler is not None and not self.precision.scaler:
@@ -235,55 +205,35 @@ class Engine:
             whole = "BatchNorm would see fewer rows, and the result would be another"
         self.ladder = Ladder(self, why_whole=whole)
         self.targets: dict[str, Target] = {}
-        self.ema: Ema | None = None
+        self.ema = Ema(self.model, ema, self.shards, twin) if ema is not None else None
+        self.dp, self.sync_every = (device_ids, output_device, scatter), sync_every
         names = list(optimizers)
-        self.make_spread = functools.partial(
-            make_spread,
-            self.strategy,
-            batch=self.batch,
-            rank=rank,
-            world_size=world,
-            reduce_dtype=self.precision.reduce,
-            device=self.device,
-            device_ids=device_ids,
-            output_device=output_device,
-            scatter=scatter,
-            notes=self.notes,
-            shards=self.shards,
-            join=self.join,
-            sync_every=sync_every,
-            also=lambda: [*self.ema.average, *self.ema.rounded] if self.ema is not None else (),
-        )
         for name, one in optimizers.items():
-            norm = for_target("max_grad_norm", max_grad_norm, name, names)
+            norm = setup.for_target("max_grad_norm", max_grad_norm, name, names)
             if norm is not None and not norm > 0:
                 raise UsageError(f"max_grad_norm={norm!r} must be larger than 0.", fix=["max_grad_norm=None: no clip"])
-            spread = self.make_spread(parameters=parameters[name], optimizer=one)
-            settings = for_target("scaler", scaler, name, names)
+            settings = setup.for_target("scaler", scaler, name, names)
             self.targets[name] = Target(
                 name,
                 one,
                 parameters[name],
-                spread,
+                make_spread(self, parameters[name], one),
                 loss_scale=LossScale(settings, self.device) if self.precision.scaler else None,
-                schedule=Schedule(for_target("scheduler", scheduler, name, names), one, schedule_by),
+                schedule=Schedule(setup.for_target("scheduler", scheduler, name, names), one, schedule_by),
                 flags=Flags(self.device, on_nonfinite, self.report),
                 max_grad_norm=norm,
                 exact=exact,
                 loss_is=loss_is,
+                alone=len(names) == 1,
+                half_reduced=gradient_compression is not None and world > 1,
             )
-            self.targets[name].alone = len(names) == 1
-            self.targets[name].half_reduced = gradient_compression is not None and world > 1
         self.randomness = Randomness(seed, self.device, rank=rank, per_slice=self.cut.slice_size is not None)
-        self.buffers = Buffers(self.model, world_size=world, agree=_union)
-        self.ema = Ema(self.model, ema, self.shards, twin) if ema is not None else None
+        self.buffers = Buffers(self.model, world_size=world)
         self.autocast: Autocast | None = None
         if self.precision.compute is not None and not (self.shards and self.precision.by_part):
             # Autocast would keep a copy of every weight to the end of the forward: all blocks, gathered one by one.
-            cached = self.shards is None or exact
-            self.autocast = functools.partial(
-                torch.autocast, self.device.type, dtype=self.precision.compute, cache_enabled=cached
-            )
+            how: dict[str, Any] = {"dtype": self.precision.compute, "cache_enabled": self.shards is None or exact}
+            self.autocast = functools.partial(torch.autocast, self.device.type, **how)
         if saved_activations != "keep":
             saved = Saved(saved_activations, self.model, self.device)
             self.autocast = saved if self.autocast is None else saved.around(self.autocast)
@@ -295,46 +245,24 @@ class Engine:
         self.began = time.perf_counter()  # of the update in work
         self._open: Open | None = None
 
-    def _place(self, models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Any], compile: bool) -> None:
+    def _place(
+        self, models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, Any], compile: bool, sharded: bool
+    ) -> None:
         """Device and dtypes of the models; parameter objects stay the same, so the optimizers keep holding them."""
-        if not (self.strategy in SHARDED and self.distributed):  # else block by block, when they are sharded
+        if not sharded:  # else block by block, when they are
             self.model.to(self.device)
-            for optimizer in optimizers.values():
-                _move_state(optimizer, self.device)
+            for state in (state for optimizer in optimizers.values() for state in optimizer.state.values()):
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim:
+                        state[key] = value.to(self.device)
         if self.precision.param is not None:
             kept = cast_parameters(self.model, self.precision.param)
             if kept:
                 self.notes.append(f"kept in fp32: {', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}")
         for model in models.values():
-            if self.precision.param is not None:
-                hook = model.register_forward_pre_hook(_cast_input(self.precision.param), with_kwargs=True)
-                self.hooks.append(hook)
-            if self.precision.output is not None:
-                self.hooks.append(model.register_forward_hook(_cast_output(self.precision.output)))
-            if compile and not (self.strategy in SHARDED and self.distributed):  # else block by block
-                self.hooks.append(Compiled(model, exact=self.batch.exact))
-
-    def _shard(
-        self,
-        models: Mapping[str, torch.nn.Module],
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        options: Options,
-        ema: bool,
-        seed: int,
-        fill: Callable[[Shards], None] | None,
-    ) -> Shards | None:
-        """Shard the model, what its optimizer holds, and a second model of the same form for the average (returned)."""
-        (model,), (optimizer,) = models.values(), optimizers.values()
-        place: dict[str, Any] = {"device": self.device, "rank": self.group.rank, "world_size": self.group.world_size}
-        place["policy"] = policy_of(self.precision, exact=self.batch.exact)
-        twin = without_storage(model) if ema else None
-        self.shards = Shards(model, options, **place, fill=fill, seed=seed)
-        self.shards.remap(optimizer)
-        self.notes.append(self.shards.words())
-        if twin is None:
-            return None
-        like = dataclasses.replace(options, blocks=tuple(self.shards.blocks))
-        return Shards(twin, like, **place, fill=self.shards.copy_into)
+            self.hooks += cast_hooks(model, self.precision)
+            if compile and not sharded:
+                self.hooks.append(setup.Compiled(model, exact=self.batch.exact))
 
     def shards_of(self, model: torch.nn.Module | None) -> Shards | None:
         """Where `model` (None: the engine's own) has its parameters, if they are sharded."""
@@ -343,8 +271,6 @@ class Engine:
     def named(self) -> dict[str, torch.nn.Parameter]:
         """What the optimizers hold, by the parameter's name in the model."""
         return self.shards.named() if self.shards is not None else dict(self.model.named_parameters())
-
-    # ------------------------------------------------------------------------------------------------ public
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -365,7 +291,7 @@ class Engine:
             loss_fn: Instead of the engine's own.
             optimizer: Which one, where there are several.
         """
-        parts, rows = self._parts(batch)
+        parts, rows = cut_batch(self, batch)
         done = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows)
         return apply(self, done, fold=self.before_step is None)
 
@@ -377,7 +303,7 @@ class Engine:
         """
         if self._open is not None:
             self.buffers.rewind()
-        parts, rows = self._parts(batch)
+        parts, rows = cut_batch(self, batch)
         self._open = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows, final=True)
 
     def apply(self) -> Update:
@@ -420,7 +346,7 @@ class Engine:
         """
         self.settle()
         self.meet()
-        copied = clone if copy else _as_they_are
+        copied: Callable[[Any], Any] = clone if copy else lambda state: state
         model: dict[str, Any] = self.shards.state_dict() if self.shards is not None else self.model.state_dict()
         return {
             "model": copied(plain_state(model)),
@@ -437,21 +363,16 @@ class Engine:
         Raises:
             UsageError: the state belongs to another precision, to other optimizers, or has parts this engine lacks.
         """
-        if set(state["targets"]) != set(self.targets):
-            raise UsageError(
-                f"the state is of the optimizers {sorted(state['targets'])}, this engine has {sorted(self.targets)}.",
-                fix=["construct the engine with the same optimizers"],
-            )
-        if state["groups"] != self.groups():
-            raise UsageError(
-                "the state's optimizer groups hold other parameters, or hold them in another order.",
-                fix=["make the optimizer's groups as they were when the state was saved"],
-            )
-        if (state["ema"] is None) != (self.ema is None):
-            raise UsageError(
-                "the state has an average of the weights (ema) and this engine none, or the reverse.",
-                fix=["construct the engine with the same ema="],
-            )
+        for same, cause in (
+            (set(state["targets"]) == set(self.targets), f"the state is of the optimizers {list(state['targets'])}"),
+            (
+                state["groups"] == self.groups(),
+                "the state's optimizer groups hold other parameters, or in another order",
+            ),
+            ((state["ema"] is None) == (self.ema is None), "only one of state and engine has an average (ema)"),
+        ):
+            if not same:
+                raise UsageError(f"{cause}.", fix=["construct the engine as it was when the state was saved"])
         if self.shards is not None:
             self.shards.load_state_dict(state["model"])
         else:
@@ -494,8 +415,7 @@ class Engine:
 
     def agreed(self) -> tuple[bool, bool]:
         """(stop, save): what any rank asked for, once it is known on every rank; the same answer on every rank at the
-        same update. Resets what it returns. No communication, no host sync: requests land with the flags.
-        """
+        same update. Resets what it returns. No communication, no host sync: requests land with the flags."""
         if self.device.type == "cpu":
             self.settle()  # nothing to wait for: the answer is one update younger
         if not self.distributed:
@@ -538,83 +458,25 @@ class Engine:
 
     def _target(self, name: str | None) -> Target:
         if name is None:
-            if len(self.targets) > 1:
-                raise UsageError(
-                    f"there are {len(self.targets)} optimizers: {', '.join(self.targets)}.",
-                    fix=[f'optimizer="{next(iter(self.targets))}"'],
-                )
-            return next(iter(self.targets.values()))
+            first, *others = self.targets
+            if others:
+                every = ", ".join(self.targets)
+                raise UsageError(f"there are {len(self.targets)} optimizers: {every}.", fix=[f'optimizer="{first}"'])
+            return self.targets[first]
         return self.targets[one_of("optimizer", name, self.targets)]
 
     def retarget(self, target: Target) -> None:
-        """The optimizer's parameters are not those of before (unfrozen layers, a new group): take them as they are now.
-        The same on every rank, without communication.
-        """
+        """Take the optimizer's parameters as they are now (unfrozen layers, a new group). The same on every rank."""
         target.spread.close()
         target.take(check_parameters(self.named(), target.optimizer))
         target.spread.meet()
-        target.spread = self.make_spread(parameters=target.parameters, optimizer=target.optimizer)
+        target.spread = make_spread(self, target.parameters, target.optimizer)
 
     def _loss(self, loss_fn: LossFn | None) -> LossFn:
         loss_fn = loss_fn if loss_fn is not None else self.loss_fn
         if loss_fn is None:
             raise UsageError("there is no loss_fn.", fix=["step(batch, loss_fn)", "or give one to the constructor"])
         return loss_fn
-
-    # ------------------------------------------------------------------------------------------------ the step
-
-    def _parts(self, batch: Any) -> tuple[list[Part], int | None]:
-        """This rank's rows, cut. With slices the ranks tell each other their row counts, for the slices' numbers."""
-        rows = 0 if batch is None else batches.rows(batch, self.split)
-        world = self.group.world_size
-        size = self.cut.slice_size
-        if size is None and world == 1 and 0 < rows <= (self.cut.microbatch_size or rows):
-            return [(0, rows, batches.move(batch, self.device))], rows
-        offset, total = 0, rows if world == 1 else None
-        if size is not None and world > 1:
-            counts: list[int] = comm.all_gather(rows)
-            offset, total = sum(counts[: self.group.rank]), sum(counts)
-            starts = [sum(counts[:rank]) for rank in range(world)]
-            for rank, start in enumerate(starts):  # every rank sees every mistake, so that all stop together
-                if counts[rank] and start % size:
-                    below = start // size * size
-                    raise BatchSizeError(
-                        f"rank {rank} starts at row {start} of the global batch, inside a slice of {size} rows.",
-                        evidence=[f"rows per rank: {', '.join(map(str, counts))}"],
-                        fix=[f"start it at row {below} or {below + size}: whole slices per rank", "or use evener.Run"],
-                    )
-            if self.batch.exact:
-                self._must_be_dealt_evenly(counts, size)
-        if rows == 0:
-            return [], total
-        batch = batches.move(batch, self.device)
-        if size is not None:
-            pieces = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-            first = offset // size
-        else:
-            limit = self.cut.microbatch_size or rows
-            count = -(-rows // limit)
-            if count == 1:
-                return [(0, rows, batch)], total
-            pieces = [(i * rows // count, (i + 1) * rows // count) for i in range(count)]
-            first = 0
-        parts = [batches.part(batch, start, stop, self.split) for start, stop in pieces]
-        if self.batch.exact:
-            parts = [batches.aligned(part) for part in parts]
-        return [(first + i, stop - start, part) for i, ((start, stop), part) in enumerate(zip(pieces, parts))], total
-
-    def _must_be_dealt_evenly(self, counts: list[int], size: int) -> None:
-        """The tree is folded from the slices that every rank knows the others to have."""
-        world = self.group.world_size
-        held = [-(-count // size) for count in counts]
-        dealt = [stop - start for start, stop in (share(sum(held), rank, world) for rank in range(world))]
-        if held != dealt:
-            rows = ", ".join(str(count * size) for count in dealt)
-            raise BatchSizeError(
-                f"exact=True deals the {sum(held)} slices of {size} rows evenly: {dealt} per rank, not {held}.",
-                evidence=[f"rows per rank: {', '.join(map(str, counts))}"],
-                fix=[f"rows per rank: {rows} (the last slice may be shorter)", "or use evener.Run"],
-            )
 
     def name_unused(self, target: Target, gradients: Sequence[torch.Tensor]) -> None:
         """Report the parameters that no gradient reached in the first update."""
@@ -632,42 +494,6 @@ class Engine:
         return {**self.pins.fingerprint(), "precision": self.precision.name, "slice_size": self.cut.slice_size}
 
 
-def _as_they_are(state: Any) -> Any:
-    return state
-
-
-def _union(positions: list[int]) -> list[int]:
-    return sorted({position for one in comm.all_gather(positions) for position in one})
-
-
-def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.device != device:
-                state[key] = value.to(device)
-
-
-def _cast_input(dtype: torch.dtype) -> Callable[..., Any]:
-    """Inputs of a model whose parameters are `dtype`: float32 tensors follow, anything else stays."""
-
-    def cast(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        def follow(leaf: torch.Tensor) -> torch.Tensor:
-            return leaf.to(dtype) if leaf.dtype == torch.float32 else leaf
-
-        return batches.apply(args, follow), batches.apply(kwargs, follow)
-
-    return cast
-
-
-def _cast_output(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        return batches.apply(output, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf)
-
-    return cast
-
-
 def _warn(kind: str, update: int, fields: dict[str, Any]) -> None:
-    import warnings
-
     details = ", ".join(f"{key}: {value}" for key, value in fields.items())
     warnings.warn(f"evener: update {update}: {kind.replace('_', ' ')} ({details})", stacklevel=2)

@@ -57,11 +57,7 @@ class Flags:
         return bool(found.numpy()) if found.device.type == "cpu" else bool(found)
 
     def land(self) -> bool | None:
-        """Whether the newest update was skipped; None when that was read before.
-
-        Raises:
-            NonFiniteError: `on_nonfinite="stop"` and too many in a row.
-        """
+        """Whether the newest update was skipped; None when that was read before."""
         if self.pending is None:
             return None
         update, flag, requests = self.pending
@@ -88,9 +84,8 @@ class Flags:
             text = (
                 f"{_MANY} updates were skipped so far, the last is {update.number}: the schedule runs on without them"
             )
-            self.report(
-                "warning", update.number, {"text": f"{text}. Lower the learning rate, or clip with max_grad_norm="}
-            )
+            text += ". Lower the learning rate, or clip with max_grad_norm="
+            self.report("warning", update.number, {"text": text})
         if scaled:
             self.halvings += 1
             if self.halvings == _FALLING or scale < 1.0:
@@ -118,12 +113,9 @@ class Flags:
 def _parse(on_nonfinite: str) -> int | None:
     if on_nonfinite == "skip":
         return None
-    if on_nonfinite == "stop":
-        return _IN_A_ROW
     word, _, number = str(on_nonfinite).partition(":")
-    if word == "stop" and number.isdigit() and int(number) > 0:
-        return int(number)
+    if word == "stop" and ((number.isdigit() and int(number) > 0) or on_nonfinite == "stop"):
+        return int(number or _IN_A_ROW)
     raise UsageError(
-        f"on_nonfinite={on_nonfinite!r} is not known.",
-        fix=['"skip", "stop", or "stop:5" (after 5 updates in a row)'],
+        f"on_nonfinite={on_nonfinite!r} is not known.", fix=['"skip", "stop", or "stop:5" (after 5 updates in a row)']
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from evener import batch as batches
 from evener.dist import comm
@@ -77,49 +78,39 @@ class Join:
         """Rows from rank `src` to the ranks that never had any; what they look like travels as JSON."""
         tensors: list[torch.Tensor] = []
         number, rows = self.rows if self.rows is not None else (0, None)
-        tree = _tree(rows, tensors) if self.cut.rank == src else None
-        shapes = [[str(tensor.dtype)[6:], list(tensor.shape)] for tensor in tensors]
-        told = comm.broadcast([tree, shapes, type(rows).__name__, number], src)
-        if told[0] is None:
+        leaves, spec = tree_flatten(rows)
+        tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        kinds = [_described(leaf) for leaf in leaves]
+        try:
+            tree = treespec_dumps(spec) if None not in kinds else None
+        except (NotImplementedError, TypeError):  # a container that has no JSON
+            tree = None
+        tree, kinds, kind, number = comm.broadcast([tree, kinds, type(rows).__name__, number], src)
+        if tree is None:
             raise DataError(
                 f"rank {self.have.index(False)} has no rows in the first update, and its forward communicates.",
-                evidence=[f"a {told[2]} cannot be sent to it from rank {src}"],
+                evidence=[f"a {kind} cannot be sent to it from rank {src}"],
                 fix=[
                     "make the batch of tensors in tuples, lists and dicts with text keys",
                     "or give every rank rows in the first update",
                 ],
             )
         if self.cut.rank != src:
-            tensors = [torch.empty(shape, dtype=getattr(torch, name), device=self.device) for name, shape in told[1]]
+            leaves = [
+                torch.empty(shape, dtype=getattr(torch, what), device=self.device) if shape is not None else what
+                for what, shape in kinds
+            ]
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for tensor in tensors:
             # As bytes: not every backend moves every dtype.
             comm.broadcast(tensor.contiguous().reshape(-1).view(torch.uint8), src)
         if self.rows is None:
-            self.rows = told[3], _untree(told[0], tensors)
+            self.rows = number, tree_unflatten(leaves, treespec_loads(tree))
         self.have = [True] * len(self.have)
 
 
-def _tree(batch: Any, tensors: list[torch.Tensor]) -> Any:
-    """The nesting as JSON, its tensors taken out; None where it holds something else."""
-    if isinstance(batch, torch.Tensor):
-        tensors.append(batch.contiguous())
-        return ["tensor", len(tensors) - 1]
-    if type(batch) is dict:
-        inside = [[key, _tree(value, tensors)] for key, value in batch.items()]
-        return ["dict", inside] if all(type(key) is str and tree is not None for key, tree in inside) else None
-    if type(batch) in (list, tuple):
-        inside = [_tree(value, tensors) for value in batch]
-        return [type(batch).__name__, inside] if None not in inside else None
-    return ["value", batch] if batch is None or type(batch) in (str, int, float, bool) else None
-
-
-def _untree(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    kind, inside = tree
-    if kind == "tensor":
-        return tensors[inside]
-    if kind == "dict":
-        return {key: _untree(value, tensors) for key, value in inside}
-    if kind in ("list", "tuple"):
-        values = [_untree(value, tensors) for value in inside]
-        return values if kind == "list" else tuple(values)
-    return inside
+def _described(leaf: Any) -> list[Any] | None:
+    """For the other ranks: [dtype, shape] of a tensor, [value, None]; None for what JSON has not."""
+    if isinstance(leaf, torch.Tensor):
+        return [str(leaf.dtype)[6:], list(leaf.shape)]
+    return [leaf, None] if leaf is None or type(leaf) in (str, int, float, bool) else None

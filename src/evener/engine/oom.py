@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from evener import batch as batches
 from evener.dist import comm
@@ -79,7 +80,7 @@ def free(device: torch.device) -> None:
 
 
 def figures(device: torch.device) -> list[str]:
-    """Of the device's memory, as a line of evidence; none where it has no figures."""
+    """A line of evidence; none where the device has no figures."""
     if device.type != "cuda":
         return []
     peak, (left, total) = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)
@@ -151,11 +152,7 @@ class Ladder:
     # ------------------------------------------------------------------------------------------------ the vote
 
     def agree(self, engine: Engine, target: Target) -> None:
-        """The pieces are computed and nothing is reduced yet. Called on all ranks while the cut is unproven.
-
-        Raises:
-            Again: some rank ran out of memory.
-        """
+        """The pieces are computed and nothing is reduced yet. Called on all ranks while the cut is unproven."""
         votes = comm.all_gather_integers([0, 0, 0, int(_is_tight(engine.device))])
         if any(failed for failed, *_ in votes):
             raise Again(votes)
@@ -297,15 +294,10 @@ class Held:
             tensor.copy_(value)
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def _same(value: Any) -> Any:
     """New containers around the same tensors."""
-    if isinstance(value, dict):
-        return {key: _same(one) for key, one in value.items()}
-    return [_same(one) for one in value] if isinstance(value, list) else value
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [tensor for one in inside for tensor in _tensors(one)]
+    return tree_map(lambda leaf: leaf, value)

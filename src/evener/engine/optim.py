@@ -17,11 +17,7 @@ _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adag
 
 def prepare(optimizer: torch.optim.Optimizer, *, exact: bool) -> bool:
     """Whether this optimizer skips on the device. Turns fused kernels on where the user left the choice to torch, and
-    off in exact mode (fused Adam gives other bits on shards than on whole tensors).
-
-    Raises:
-        OptimizerError: a step that needs a closure (LBFGS).
-    """
+    off in exact mode (fused Adam gives other bits on shards than on whole tensors)."""
     needed = [
         name
         # of the class: a schedule replaces the instance's step by a wrapper
@@ -45,11 +41,10 @@ def prepare(optimizer: torch.optim.Optimizer, *, exact: bool) -> bool:
     groups = optimizer.param_groups
     if all(group.get("fused") for group in groups):
         return True
-    undecided = all(
-        group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
-        for group in groups
+    decided = any(
+        one.get("fused") is not None or one.get("foreach") is not None or one.get("differentiable") for one in groups
     )
-    if not undecided or not _kernels_here(type(optimizer), [p for group in groups for p in group["params"]]):
+    if decided or not _kernels_here(type(optimizer), [p for group in groups for p in group["params"]]):
         return False
     for group in groups:
         group["fused"] = True
@@ -86,11 +81,7 @@ def _kernels_here(kind: type[torch.optim.Optimizer], parameters: Sequence[torch.
 def check_parameters(
     named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> list[torch.nn.Parameter]:
-    """The parameters that both train and are in the optimizer, in the model's order; `named`: the model's.
-
-    Raises:
-        OptimizerError: the optimizer holds a parameter that the model does not, or none that trains.
-    """
+    """The parameters that both train and are in the optimizer, in the model's order; `named`: the model's."""
     refuse_prepared("optimizer", optimizer, "prepared.optimizer", OptimizerError)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
@@ -121,11 +112,7 @@ def check_parameters(
 
 
 def check_rowwise(optimizer: torch.optim.Optimizer) -> None:
-    """Try: a few updates of a small tensor, whole and as two halves of its rows, must come to the same.
-
-    Raises:
-        OptimizerError: they do not (Muon, Adafactor, LAMB: an element's update depends on the whole tensor).
-    """
+    """Try: a few updates of a small tensor, whole and as two halves of its rows, must come to the same."""
     for group in optimizer.param_groups:
         dims = max((p.ndim for p in group["params"]), default=0)
         if not dims:

@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
+from evener import batch as batches
 from evener.errors import PrecisionError, one_of
 
-DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp64": torch.float64,
-}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 NAMES = ("auto", "fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3")
@@ -58,6 +54,33 @@ class Precision:
         }
 
 
+_PLAIN = {
+    "fp32": Precision("fp32", "fp32"),
+    "tf32": Precision("tf32", "tf32", because="float32 storage, matmuls rounded to TF32 where the hardware has it"),
+    "bf16": Precision("bf16", "bf16", compute=torch.bfloat16),
+    "fp16": Precision("fp16", "fp16", compute=torch.float16, scaler=True),
+    "bf16-true": Precision("bf16-true", "bf16-true", param=torch.bfloat16, because="no fp32 master weights"),
+    "fp16-true": Precision(
+        "fp16-true", "fp16-true", None, torch.float16, scaler=True,
+        because="no fp32 master weights: small updates vanish",
+    ),
+}  # fmt: skip
+# NVIDIA Apex's opt levels in today's words (its amp is retired).
+_APEX = {
+    "O0": ("fp32", "O0 is plain fp32"),
+    "O1": ("fp16", "O1 is fp16 autocast with dynamic loss scaling"),
+    "O2": (
+        "fp16",
+        "O2's fp32 master weights are your parameters themselves: they stay fp32, autocast casts per operation and "
+        "BatchNorm stays fp32",
+    ),
+    "O3": (
+        "fp16-true",
+        "O3 has no master weights: an update smaller than 1/2048 of a weight is lost; prefer O1 or bf16",
+    ),
+}
+
+
 def word(dtype: torch.dtype) -> str:
     return _WORDS.get(dtype, str(dtype).removeprefix("torch."))
 
@@ -66,10 +89,8 @@ def bf16_is_native(device: torch.device) -> bool:
     """Whether bf16 matmuls run in hardware. Elsewhere torch emulates them, several times slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0) if torch.version.hip is None else True
-    if device.type == "cpu":
-        if platform.machine() in ("x86_64", "AMD64"):
-            return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-        return False
+    if device.type == "cpu" and platform.machine() in ("x86_64", "AMD64"):
+        return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
     return False
 
 
@@ -77,11 +98,7 @@ def decide(spec: object, device: torch.device) -> Precision:
     """The precision for what was asked, on this device.
 
     `auto` takes what is fast and supported here: native bf16 on GPUs that have it, fp16 with a scaler on older ones,
-    fp32 on CPUs without native bf16 (autocast is about 6 times slower there) and on MPS.
-
-    Raises:
-        PrecisionError: unknown words, or bf16 asked of a GPU without it.
-    """
+    fp32 on CPUs without native bf16 (autocast is about 6 times slower there) and on MPS."""
     if isinstance(spec, torch.dtype):
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         raise PrecisionError(
@@ -93,26 +110,14 @@ def decide(spec: object, device: torch.device) -> Precision:
     name = one_of("precision", spec, NAMES, PrecisionError)
     if name == "auto":
         return _auto(device)
-    if name in ("O0", "O1", "O2", "O3"):
-        return _apex(name, device)
+    if name in _APEX:
+        plain, because = _APEX[name]
+        return replace(decide(plain, device), requested=name, because=because)
     if name in ("bf16", "bf16-true"):
         _check_bf16(name, device)
     if name == "fp16" and device.type == "mps":
         raise PrecisionError('precision="fp16" has no gradient scaler on MPS.', fix=['precision="fp32"'])
-    return {
-        "fp32": Precision("fp32", name),
-        "tf32": Precision("tf32", name, because="float32 storage, matmuls rounded to TF32 where the hardware has it"),
-        "bf16": Precision("bf16", name, compute=torch.bfloat16),
-        "fp16": Precision("fp16", name, compute=torch.float16, scaler=True),
-        "bf16-true": Precision("bf16-true", name, param=torch.bfloat16, because="no fp32 master weights"),
-        "fp16-true": Precision(
-            "fp16-true",
-            name,
-            param=torch.float16,
-            scaler=True,
-            because="no fp32 master weights: small updates vanish",
-        ),
-    }[name]
+    return _PLAIN[name]
 
 
 def _check_bf16(name: str, device: torch.device) -> None:
@@ -129,35 +134,11 @@ def _check_bf16(name: str, device: torch.device) -> None:
 
 
 def _auto(device: torch.device) -> Precision:
-    if device.type == "cuda":
-        if bf16_is_native(device):
-            return Precision("bf16", "auto", compute=torch.bfloat16, because="auto: this GPU has native bf16")
-        return Precision(
-            "fp16", "auto", compute=torch.float16, scaler=True, because="auto: this GPU has no native bf16"
-        )
-    if device.type == "cpu" and bf16_is_native(device):
-        return Precision("bf16", "auto", compute=torch.bfloat16, because="auto: this CPU has native bf16")
-    return Precision("fp32", "auto", because=f"auto: no native bf16 on this {device.type.upper()}")
-
-
-def _apex(level: str, device: torch.device) -> Precision:
-    """NVIDIA Apex's opt levels in today's words (its amp is retired)."""
-    if level == "O0":
-        return replace(decide("fp32", device), requested=level, because="O0 is plain fp32")
-    if level == "O1":
-        return replace(decide("fp16", device), requested=level, because="O1 is fp16 autocast with dynamic loss scaling")
-    if level == "O2":
-        return replace(
-            decide("fp16", device),
-            requested=level,
-            because="O2's fp32 master weights are your parameters themselves: they stay fp32, autocast casts per "
-            "operation and BatchNorm stays fp32",
-        )
-    return replace(
-        decide("fp16-true", device),
-        requested=level,
-        because="O3 has no master weights: an update smaller than 1/2048 of a weight is lost; prefer O1 or bf16",
-    )
+    kind = {"cuda": "GPU", "cpu": "CPU"}.get(device.type, device.type.upper())
+    if device.type in ("cuda", "cpu") and bf16_is_native(device):
+        return replace(_PLAIN["bf16"], requested="auto", because=f"auto: this {kind} has native bf16")
+    plain = _PLAIN["fp16" if device.type == "cuda" else "fp32"]
+    return replace(plain, requested="auto", because=f"auto: no native bf16 on this {kind}")
 
 
 def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
@@ -187,11 +168,7 @@ def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
 
 
 def refuse_autocast(device: torch.device) -> None:
-    """An autocast around the loop would compute in another precision than the contract line says.
-
-    Raises:
-        PrecisionError: it is on. Within loss_fn it is the user's own affair.
-    """
+    """An autocast around the loop would compute in another precision than the contract line says."""
     if torch.is_autocast_enabled(device.type):
         dtype = word(torch.get_autocast_dtype(device.type))
         raise PrecisionError(
@@ -221,3 +198,23 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
             if buffer.dtype == torch.float32:
                 module._buffers[name] = buffer.to(dtype)
     return kept
+
+
+def cast_hooks(model: torch.nn.Module, precision: Precision) -> list[Any]:
+    """Handles of hooks: float32 inputs follow parameters of another dtype, and floating outputs are cast as asked."""
+
+    def cast_input(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        def follow(leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.to(precision.param) if leaf.dtype == torch.float32 else leaf
+
+        return batches.apply(args, follow), batches.apply(kwargs, follow)
+
+    def cast_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        return batches.apply(output, lambda leaf: leaf.to(precision.output) if leaf.is_floating_point() else leaf)
+
+    hooks: list[Any] = []
+    if precision.param is not None:
+        hooks.append(model.register_forward_pre_hook(cast_input, with_kwargs=True))
+    if precision.output is not None:
+        hooks.append(model.register_forward_hook(cast_output))
+    return hooks

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from evener.engine.batchnorm import Exchanged
+from evener.engine.batchnorm import Exchanged, Undo, exchange
 from evener.engine.blocks import blocks_named, blocks_repeated
 from evener.errors import UsageError
 
@@ -76,11 +76,7 @@ def recompute(model: Module, what: Any) -> tuple[list[Any], str]:
     Args:
         what: None or "none"; "full" (every repeated block), "selective" (the same, matrix products and attention kept),
             "every:k" (every k-th block), "segments:n" (the largest Sequential in n parts), "auto" (nothing yet), or a
-            list of modules, classes, or names of either.
-
-    Raises:
-        UsageError: another word, or a model without such blocks.
-    """
+            list of modules, classes, or names of either."""
     if what is None or what == "none":
         return [], ""
     if what == "auto":
@@ -100,6 +96,7 @@ def recompute(model: Module, what: Any) -> tuple[list[Any], str]:
         )
     if word == "segments":
         return _segments(model, int(number)), f"recompute in {number} segments"
+    own: Any = model
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if word == "full" and callable(enable):  # Hugging Face's models know their own blocks
         if getattr(model, "is_gradient_checkpointing", False):  # the script's own doing stays
@@ -111,7 +108,7 @@ def recompute(model: Module, what: Any) -> tuple[list[Any], str]:
                 f'activation_checkpointing="full": {type(model).__name__} refuses: {str(error).splitlines()[0]}',
                 fix=['name modules or classes: activation_checkpointing=["encoder.layer.0"]', 'or "every:1"'],
             ) from None
-        return [_Disable(model)], "recompute full (the model's own)"
+        return [Undo(own.gradient_checkpointing_disable)], "recompute full (the model's own)"
     found = blocks_repeated(model)
     if not found:
         raise UsageError(
@@ -136,13 +133,8 @@ def _segments(model: Module, number: int) -> list[Any]:
 
 
 def _exchange(blocks: Any, *, contexts: Callable[[], Any] | None = None, segments: int = 0) -> list[Any]:
-    classes: dict[type, type] = {}
-    for block in blocks:
-        kind = type(block)
-        if kind not in classes:
-            members = {"plain": kind, "contexts": staticmethod(contexts) if contexts else None, "segments": segments}
-            classes[kind] = type(kind.__name__, (_Recomputed, kind), members)
-    return [Exchanged(block, classes[type(block)]) for block in blocks]
+    members = {"contexts": staticmethod(contexts) if contexts else None, "segments": segments}
+    return exchange(blocks, _Recomputed, members)
 
 
 def _selective() -> Any:
@@ -153,11 +145,3 @@ def _selective() -> Any:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-class _Disable:
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def remove(self) -> None:
-        self.model.gradient_checkpointing_disable()

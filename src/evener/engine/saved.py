@@ -13,9 +13,8 @@ say so: that is kept whole until another operation saves it too. Rounding to nea
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,17 +36,11 @@ _SAME = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Ali
 Forward = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Away(Protocol):
-    """A flat piece of memory somewhere else."""
-
-    def back(self) -> torch.Tensor:
-        """The piece, on its device."""
-
-
 class Piece:
-    """What several saved tensors are views of; back on the device from the first use to the last."""
+    """What several saved tensors are views of; back on the device from the first use to the last. `take` gives a flat
+    piece of memory somewhere else, whose `back()` is the piece on its device."""
 
-    def __init__(self, flat: torch.Tensor, take: Callable[[torch.Tensor], Away]) -> None:
+    def __init__(self, flat: torch.Tensor, take: Callable[[torch.Tensor], Any]) -> None:
         self.storage = StorageWeakRef(flat.untyped_storage())  # while this exists, nothing else gets that address
         self.away = take(flat)
         self.flat: torch.Tensor | None = None
@@ -55,6 +48,7 @@ class Piece:
     def get(self) -> torch.Tensor:
         if self.flat is None:
             self.flat = self.away.back()
+        assert self.flat is not None
         return self.flat
 
 
@@ -86,7 +80,7 @@ class Saved:
 
     def __init__(self, what: str, model: torch.nn.Module, device: torch.device, small: int = _SMALL) -> None:
         self.what, self.model, self.device, self.small = what, model, device, small
-        self.take: Callable[[torch.Tensor], Away]
+        self.take: Callable[[torch.Tensor], Any]
         self.take = Rounded if what == "int8" else Stream(device).take if device.type == "cuda" else OnHost
         self.pieces: WeakValueDictionary[Any, Piece] = WeakValueDictionary()
         self.outputs: WeakValueDictionary[Any, Cell] = WeakValueDictionary()
@@ -96,14 +90,15 @@ class Saved:
         self.buffers = {buffer.untyped_storage()._cdata for buffer in self.model.buffers()}
         return torch.autograd.graph.saved_tensors_hooks(self.pack, Cell.get)
 
-    @contextlib.contextmanager
-    def _inside(self, outer: Forward) -> Iterator[None]:
-        with outer(), self():
-            yield
-
     def around(self, outer: Forward) -> Forward:
         """`outer` and this as one context."""
-        return functools.partial(self._inside, outer)
+
+        @contextlib.contextmanager
+        def both() -> Iterator[None]:
+            with outer(), self():
+                yield
+
+        return both
 
     def pack(self, tensor: torch.Tensor) -> Cell:
         cell = Cell(tensor)
@@ -237,25 +232,17 @@ class Pinned:
 
 
 def check_saved(what: str, *, strategy: str, exact: bool, compile: bool) -> str:
-    """What is done, in words ("" for nothing).
-
-    Raises:
-        UsageError: another word; int8 with exact mode or compile; either with strategy="dp".
-    """
+    """What is done, in words ("" for nothing)."""
     if one_of("saved_activations", what, MODES) == "keep":
         return ""
-    why = {
-        'strategy="dp"': strategy == "dp" and "its replicas run in threads of their own, which it does not reach",
-        "exact=True": what == "int8" and exact and "what is kept is rounded: close to the gradient, not equal",
-        "compile=True": what == "int8" and compile and "a compiled graph decides by itself what it keeps",
-    }
-    for other, reason in why.items():
-        if reason:
+    for other, wrong, reason in (
+        ('strategy="dp"', strategy == "dp", "its replicas run in threads of their own, which it does not reach"),
+        ("exact=True", exact and what == "int8", "what is kept is rounded: close to the gradient, not equal"),
+        ("compile=True", compile and what == "int8", "a compiled graph decides by itself what it keeps"),
+    ):
+        if wrong:
+            instead = 'strategy="ddp"' if strategy == "dp" else 'saved_activations="offload"'
             raise UsageError(
-                f'saved_activations="{what}" with {other}: {reason}.',
-                fix=[
-                    'strategy="ddp"' if strategy == "dp" else 'saved_activations="offload"',
-                    "or activation_checkpointing=",
-                ],
+                f'saved_activations="{what}" with {other}: {reason}.', fix=[instead, "or activation_checkpointing="]
             )
     return "activations wait on the host" if what == "offload" else ""

@@ -22,21 +22,16 @@ class LossScale:
     def __init__(self, scaler: Any, device: torch.device) -> None:
         settings = dict(_SETTINGS)
         if isinstance(scaler, torch.amp.GradScaler):
-            settings = {
-                "init_scale": scaler.get_scale(),
-                "growth_factor": scaler.get_growth_factor(),
-                "backoff_factor": scaler.get_backoff_factor(),
-                "growth_interval": scaler.get_growth_interval(),
-            }
+            settings = {name: getattr(scaler, f"get_{name.removeprefix('init_')}")() for name in settings}
         elif isinstance(scaler, Mapping):
-            for key, value in scaler.items():
+            for key in scaler:
                 if key not in settings:
                     close = nearest(str(key), settings)
                     raise PrecisionError(
                         f"scaler={dict(scaler)!r}: unknown setting {key!r}.",
-                        fix=[f"did you mean {close}?"] if close else [f"settings: {', '.join(settings)}"],
+                        fix=[f"did you mean {close}?" if close else f"settings: {', '.join(settings)}"],
                     )
-                settings[key] = value
+            settings.update(scaler)
         elif scaler is not None:
             raise PrecisionError(
                 f"scaler={scaler!r} is neither a dict of settings nor a torch.amp.GradScaler.",

@@ -59,11 +59,7 @@ class Schedule:
     def build(self, total: int | None, *, same: bool = True) -> None:
         """Make the schedule, once the number of steps it is for is known. A second call does nothing.
 
-        same: After a resume it must be the checkpoint's; False where the saved settings count instead.
-
-        Raises:
-            UsageError: nobody knows the number (None): the epochs of a stream. Or it is not the same.
-        """
+        same: After a resume it must be the checkpoint's; False where the saved settings count instead."""
         if self.maker is None:
             return
         if total is None:
@@ -96,20 +92,17 @@ class Schedule:
                 "scheduler= is a function of (optimizer, total updates), and the total is not known here.",
                 fix=["use evener.Run, which knows it", "or pass the schedule itself"],
             )
-        if self.scheduler is not None and self.by == "update" and not self.by_user:
-            self._stepped_by_us()
-            self._step(self.scheduler, self.done)
-            self.at = getattr(self.scheduler, "last_epoch", None)
+        if self.scheduler is not None:
+            self._advance("update", self.done)
 
     def after_epoch(self) -> None:
         self.epochs += 1
-        if self.scheduler is not None and self.by == "epoch" and not self.by_user:
-            self._stepped_by_us()
-            self._step(self.scheduler, self.epochs)
-            self.at = getattr(self.scheduler, "last_epoch", None)
+        self._advance("epoch", self.epochs)
 
-    def _stepped_by_us(self) -> None:
-        """A `scheduler.step()` left in the loop would advance the schedule twice as fast, without a word."""
+    def _advance(self, by: str, done: int) -> None:
+        if self.scheduler is None or self.by != by or self.by_user:
+            return
+        # A `scheduler.step()` left in the loop would advance the schedule twice as fast, without a word.
         at = getattr(self.scheduler, "last_epoch", None)
         if self.at is not None and at != self.at:
             raise UsageError(
@@ -117,6 +110,8 @@ class Schedule:
                 evidence=[f"it stands at {at}; evener left it at {self.at}"],
                 fix=[f"remove scheduler.step(): evener steps it once per {self.by}"],
             )
+        self._step(self.scheduler, done)
+        self.at = getattr(self.scheduler, "last_epoch", None)
 
     def _step(self, scheduler: Any, done: int) -> None:
         if not self.counts:

@@ -19,11 +19,7 @@ SHARDED = ("fsdp", "hsdp")
 
 def check_model(model: object, *, blank: bool = False, trained: bool = True) -> torch.nn.Module:
     """The model itself, when it is a plain module on one device. blank: parameters without storage are all right.
-    trained: not only evaluated or exported.
-
-    Raises:
-        ModelError: no module, already wrapped for data parallelism, or spread over several devices.
-    """
+    trained: not only evaluated or exported."""
     if not isinstance(model, torch.nn.Module):
         raise ModelError(
             f"the model is a {type(model).__name__}, not a torch.nn.Module.", fix=["Run(model, optimizer, ...)"]
@@ -158,11 +154,7 @@ def by_name(what: str, given: Any) -> dict[str, Any]:
 
 
 def check_function(name: str, given: object, form: str) -> None:
-    """`given` can be called as `form` says: "loss_fn(model, batch)".
-
-    Raises:
-        UsageError: no function, one of torch's own losses, or one that takes other arguments.
-    """
+    """`given` can be called as `form` says: "loss_fn(model, batch)"."""
     wants = f"{name} is called as {form}"
     if not callable(given):
         raise UsageError(f"{name} is a {type(given).__name__}, not a function.", fix=[wants])
@@ -193,11 +185,7 @@ def for_target(keyword: str, value: Any, name: str, names: Sequence[str]) -> Any
 
 
 def check_exact(model: torch.nn.Module) -> None:
-    """What cannot be equal to the last bit on every world size is refused.
-
-    Raises:
-        ModelError: complex parameters, a layer that rewrites its weights in the forward, or a compiled one.
-    """
+    """What cannot be equal to the last bit on every world size is refused."""
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ModelError(f"exact=True: parameter {name} is complex, which is not supported.", fix=["exact=False"])
@@ -273,36 +261,29 @@ def check_traffic(
     exact: bool,
     world_size: int,
 ) -> tuple[Precision, tuple[str, ...]]:
-    """The precision with gradients reduced as asked, and what is approximate then, in words.
-
-    Raises:
-        UsageError: with exact mode, a strategy that has no such traffic, another answer to the same question.
-    """
-    given = {"gradient_compression": compression, "sync_every": sync_every}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        said = f"{name}={value!r}"
-        if exact:
-            raise UsageError(
-                f"{said} with exact=True: the result would be another, and depend on the number of processes.",
-                fix=[f"leave {name} out", "or exact=False: approximate, and labelled so"],
-            )
-        if len(given) > 1:
-            raise UsageError(
-                f"gradient_compression={compression!r} with sync_every={sync_every}: no gradients travel then.",
-                fix=["one of the two"],
-            )
-        if name == "sync_every" and strategy in SHARDED:
+    """The precision with gradients reduced as asked, and what is approximate then, in words."""
+    name, value = ("sync_every", sync_every) if compression is None else ("gradient_compression", compression)
+    if value is None:
+        return precision, ()
+    said = f"{name}={value!r}"
+    if exact:
+        raise UsageError(
+            f"{said} with exact=True: the result would be another, and depend on the number of processes.",
+            fix=[f"leave {name} out", "or exact=False: approximate, and labelled so"],
+        )
+    if compression is not None and sync_every is not None:
+        raise UsageError(f"{said} with sync_every={sync_every}: no gradients travel then.", fix=["one of the two"])
+    if compression is None:
+        if strategy in SHARDED:
             raise UsageError(
                 f'{said} with strategy="{strategy}": a rank holds a part of the parameters and cannot step alone.',
                 fix=['strategy="ddp"', 'or gradient_compression="bf16"'],
             )
-    if compression is None:
-        words = ("1 update" if sync_every == 1 else f"{sync_every} updates") if sync_every is not None else ""
-        return precision, (f"ranks averaged every {words}",) if words and world_size > 1 else ()
+        words = f"ranks averaged every {'1 update' if sync_every == 1 else f'{sync_every} updates'}"
+        return precision, (words,) if world_size > 1 else ()
     if precision.reduce is not None:
         raise UsageError(
-            f'gradient_compression="{compression}" with precision={{"reduce": ...}}: two answers to one question.',
+            f'{name}="{compression}" with precision={{"reduce": ...}}: two answers to one question.',
             fix=["one of the two"],
         )
     if one_of("gradient_compression", compression, ["fp16", "bf16"]) and world_size == 1:
@@ -335,11 +316,7 @@ def decide_batch(
     rank: int,
     world_size: int,
 ) -> Batch:
-    """Slices and microbatches from what was asked.
-
-    Raises:
-        BatchSizeError: sizes that do not fit together, with the nearest valid numbers.
-    """
+    """Slices and microbatches from what was asked."""
     why = None
     if coupled is None and batchnorm:
         coupled, why = True, "BatchNorm sees one slice at a time"

@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,13 @@ class Options:
     accumulate: str = "reduce"  # "keep": whole gradients on every rank between microbatches, one reduction
 
     @staticmethod
-    def of(given: Mapping[str, Any] | None) -> Options:
+    def of(given: Mapping[str, Any] | None, strategy: str, of_a_node: int) -> Options:
+        """With `shard_ranks` decided: under hsdp the ranks of a node unless told otherwise."""
+        if given is not None and strategy not in ("fsdp", "hsdp"):
+            raise UsageError(
+                f'fsdp= belongs to strategy="fsdp" and "hsdp"; this one is "{strategy}".',
+                fix=['strategy="fsdp"', "leave it out"],
+            )
         given = dict(given or {})
         for key in given:
             one_of("fsdp's key", key, ["blocks", "reshard_after_forward", "accumulate", "shard_ranks"])
@@ -53,26 +59,17 @@ class Options:
         among = options.shard_ranks
         if among is not None and (isinstance(among, bool) or not isinstance(among, int)):
             raise UsageError(f'fsdp["shard_ranks"]={among!r}: a number of ranks.', fix=['strategy="hsdp": of a node'])
-        if not isinstance(options.reshard_after_forward, bool | int):
-            raise UsageError(
-                f'fsdp["reshard_after_forward"]={options.reshard_after_forward!r}: True, False or a number of ranks.'
-            )
-        return options
-
-    def laid_out(self, strategy: str, of_a_node: int) -> Options:
-        """With `shard_ranks` decided: under hsdp the ranks of a node unless told otherwise.
-
-        Raises:
-            UsageError: it was given, and the strategy has no copies.
-        """
+        after = options.reshard_after_forward
+        if not isinstance(after, bool | int):
+            raise UsageError(f'fsdp["reshard_after_forward"]={after!r}: True, False or a number of ranks.')
         if strategy == "hsdp":
-            return replace(self, shard_ranks=self.shard_ranks or of_a_node)
-        if self.shard_ranks is not None:
+            return replace(options, shard_ranks=among or of_a_node)
+        if among is not None:
             raise UsageError(
-                f'fsdp["shard_ranks"]={self.shard_ranks} belongs to strategy="hsdp"; this one is "{strategy}".',
+                f'fsdp["shard_ranks"]={among} belongs to strategy="hsdp"; this one is "{strategy}".',
                 fix=['strategy="hsdp"', "leave it out: over all ranks"],
             )
-        return self
+        return options
 
 
 @dataclass(slots=True)
@@ -89,6 +86,13 @@ class Shard:
     @property
     def source(self) -> Any:
         return self.owner._parameters[self.key]
+
+
+class Place(NamedTuple):
+    device: torch.device
+    rank: int
+    world_size: int
+    policy: Any  # FSDP's MixedPrecisionPolicy
 
 
 class Root(Module):
@@ -109,31 +113,21 @@ class Root(Module):
 class Shards:
     """Shards `model` when constructed. On all ranks; parameters are rank 0's, or come from `weights`.
 
-    Args:
-        policy: FSDP's MixedPrecisionPolicy.
-        fill: Gives a blank model (on the meta device) its values once it is sharded: `load`, or a copy of other shards.
-            Without it they come from `seed`, block by block.
+    fill: Gives a blank model (on the meta device) its values once it is sharded: `load`, or a copy of other shards.
+        Without it they come from `seed`, block by block.
     """
 
     def __init__(
-        self,
-        model: Module,
-        options: Options,
-        *,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        policy: Any,
-        fill: Callable[[Shards], None] | None = None,
-        seed: int = 0,
+        self, model: Module, options: Options, at: Place, fill: Callable[[Shards], None] | None = None, seed: int = 0
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         from evener.engine.spread.fsdp import Gather  # its imports cost as much as torch's own
 
-        self.model, self.options, self.device = model, options, device
-        self.rank, self.world = rank, world_size
+        self.model, self.options = model, options
+        self.device, self.rank, self.world, policy = at
+        device, rank, world_size = self.device, self.rank, self.world
         # Ranks in a row hold one copy together; ranks with the same place in it hold the same rows.
         self.among = options.shard_ranks or world_size
         self.copy, self.place = divmod(rank, self.among)
@@ -145,12 +139,7 @@ class Shards:
         before = dict(model.named_parameters())
         whole = {p for p in before.values() if p.ndim == 0}
         reshard = options.reshard_after_forward
-        shard = functools.partial(
-            fully_shard,
-            mesh=mesh,
-            mp_policy=policy,
-            ignored_params=whole,
-        )
+        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=whole)
         left = {id(p): p for p in before.values() if p.ndim}
         blank = any(tensor.is_meta for tensor in (*before.values(), *model.buffers()))
         if blank and fill is None and _resets_above(model, self.blocks):
@@ -205,12 +194,6 @@ class Shards:
         chunk = -(-source.shape[0] // self.among)
         start, stop = (min(edge * chunk, source.shape[0]) for edge in (self.place, self.place + 1))
         return Shard(name, owner, key, source.shape, local, (start, stop))
-
-    @torch.no_grad()
-    def copy_into(self, other: Shards) -> None:
-        """This model's values into another that is sharded alike."""
-        for name, one in self.shards.items():
-            other.shards[name].local.copy_(one.local)
 
     # ------------------------------------------------------------------------------------------------ the optimizer
 
@@ -424,8 +407,8 @@ def check_fsdp(
     models: Mapping[str, Any],
     optimizers: Mapping[str, Any],
     options: Options,
-    *,
     precision: Precision,
+    *,
     exact: bool,
     compile: bool,
     world_size: int,
@@ -479,9 +462,21 @@ def policy_of(precision: Precision, *, exact: bool) -> Any:
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
 
 
-def without_storage(model: Module) -> Module:
-    """A copy whose parameters are on the meta device; buffers are copied."""
+def sharded_with_twin(
+    model: Module, options: Options, at: Place, twin: bool, seed: int, fill: Callable[[Shards], None] | None
+) -> tuple[Shards, Shards | None]:
+    """The model sharded, and a second one of the same form and values, for an average. On all ranks."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-    return copy.deepcopy(model, memo)
+    second = copy.deepcopy(model, memo) if twin else None
+    shards = Shards(model, options, at, fill, seed)
+    if second is None:
+        return shards, None
+
+    def copied(other: Shards) -> None:
+        with torch.no_grad():
+            for name, one in shards.shards.items():
+                other.shards[name].local.copy_(one.local)
+
+    return shards, Shards(second, replace(options, blocks=tuple(shards.blocks)), at, copied)

@@ -124,7 +124,7 @@ def _pieces(
 ) -> Open:
     spread, buffers, randomness, autocast = target.spread, engine.buffers, engine.randomness, engine.autocast
     tally, lap = Tally(), engine.lap
-    waiting: Callable[[], None] | None = None
+    waiting: Callable[[], object] | None = None
     sums: torch.Tensor | None = None
     rows = nominal if all_delivered else None
     slots = spread.slots(nominal or 1)
@@ -210,7 +210,7 @@ def _pieces(
     return Open(target, tally, sums, gradients, rows, len(tally.entries))
 
 
-def _send(engine: Engine, target: Target, tally: Tally, slots: int) -> tuple[torch.Tensor, Callable[[], None]]:
+def _send(engine: Engine, target: Target, tally: Tally, slots: int) -> tuple[torch.Tensor, Callable[[], object]]:
     """Losses, counts and metrics are known after the last forward: their sum travels during the backward."""
     assert target.names is not None
     sums = tally.pack(target.names, slots, engine.device, (engine.asks_to_stop, engine.asks_to_save))
@@ -283,16 +283,16 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
             now = time.perf_counter()
             update = Update(
                 engine.number,
-                tally=tally,
-                sums=sums,
-                names=target.names or (),
-                rows=rows,
-                microbatches=done.pieces,
-                lr=lr.clone() if isinstance(lr, torch.Tensor) else lr,
-                norm=norm,
-                found=found,
-                scale=scale,
-                seconds=now - engine.began,
+                tally,
+                sums,
+                target.names or (),
+                rows,
+                done.pieces,
+                lr.clone() if isinstance(lr, torch.Tensor) else lr,
+                norm,
+                found,
+                scale,
+                now - engine.began,
             )
             engine.began = now
             engine.lap("optimizer")

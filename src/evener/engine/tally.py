@@ -89,8 +89,8 @@ class Tally:
     def denominator(self) -> Number:
         """The sum of this rank's loss counts; a number when all of them are."""
         total: Number = 0
-        for _, _, _, count, _ in self.entries:
-            total = total + count
+        for entry in self.entries:
+            total = total + entry[3]
         return total
 
 
@@ -100,11 +100,7 @@ def width(names: Sequence[str]) -> int:
 
 
 def as_loss(output: Any, rows: int) -> tuple[Mean, bool, Mapping[str, Mean]]:
-    """What a loss_fn returned, as (Mean with a graph, whether it was a plain scalar, metrics).
-
-    Raises:
-        LossError: no tensor, not a scalar, not connected to any parameter, or metrics that are not Means.
-    """
+    """What a loss_fn returned, as (Mean with a graph, whether it was a plain scalar, metrics)."""
     metrics: Mapping[str, Mean] = {}
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping):
         output, metrics = output
@@ -139,7 +135,7 @@ def as_loss(output: Any, rows: int) -> tuple[Mean, bool, Mapping[str, Mean]]:
             f"the loss is a Python {type(value).__name__}, not a tensor: it has no gradient.",
             fix=["return the tensor itself, without .item() or float()"],
         )
-    if not (value.is_floating_point()):
+    if not value.is_floating_point():
         raise LossError(f"the loss has dtype {value.dtype}; it must be floating point.", fix=["loss.float()"])
     if not value.requires_grad:
         raise LossError(

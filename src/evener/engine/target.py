@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from evener.dist import comm
 from evener.engine.flags import Flags
@@ -43,9 +44,11 @@ class Target:
         max_grad_norm: float | None,
         exact: bool,
         loss_is: str | None,
+        alone: bool,
+        half_reduced: bool,  # gradients travel in half precision
     ) -> None:
         self.name, self.optimizer, self.spread = name, optimizer, spread
-        self.alone = True
+        self.alone, self.half_reduced = alone, half_reduced
         self.take(parameters)
         self.loss_scale, self.schedule, self.flags = loss_scale, schedule, flags
         self.max_grad_norm, self.exact, self.loss_is = max_grad_norm, exact, loss_is
@@ -57,7 +60,6 @@ class Target:
         self.master = parameters[0].dtype
         self.names: tuple[str, ...] | None = None  # of the metrics
         self.scalar: bool | None = None
-        self.half_reduced = False  # gradients travel in half precision
         self.provisional = 1.0  # P, a power of two; matters only where the exponent range is small
         self.provisional_agreed = False
         self.ignored_labels = False
@@ -168,11 +170,7 @@ class Target:
             optimizer._step_supports_amp_scaling = bool(self.skips_by_itself)
 
     def settle(self) -> None:
-        """Read the last update's flag and make its schedule step. Waits for the device; no communication.
-
-        Raises:
-            MemoryLimitError: the schedule's step, which cannot be undone, had no memory.
-        """
+        """Read the last update's flag and make its schedule step. Waits for the device; no communication."""
         skipped = self.flags.land()
         if skipped is not None:
             try:
@@ -200,11 +198,7 @@ class Target:
             self.note_ignored_labels()
 
     def note_ignored_labels(self) -> None:
-        """A batch's `labels` hold -100: refused as soon as the loss is known to be a plain scalar.
-
-        Raises:
-            LossError: the loss is a scalar and `loss_is` does not say that this is right.
-        """
+        """A batch's `labels` hold -100: refused as soon as the loss is known to be a plain scalar."""
         self.ignored_labels = True
         if not self.scalar or self.loss_is is not None:
             return
@@ -288,13 +282,7 @@ class Target:
 
 def clone(state: Any) -> Any:
     """A nested state with clones of its tensors."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, dict):
-        return {key: clone(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [clone(value) for value in state]
-    return state
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 def _has_ignored_labels(batch: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from evener.engine.tally import Tally, width
 
 
+@dataclass(slots=True, repr=False, eq=False)
 class Update:
     """One update, numbered from 0.
 
@@ -18,49 +20,20 @@ class Update:
     another rank, because the sums were reduced inside the step.
     """
 
-    __slots__ = (
-        "_found",
-        "_lr",
-        "_norm",
-        "_read",
-        "_rows",
-        "_scale",
-        "ends_epoch",
-        "epoch",
-        "microbatches",
-        "names",
-        "number",
-        "seconds",
-        "sums",
-        "tally",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        *,
-        tally: Tally,
-        sums: torch.Tensor | None,
-        names: Sequence[str],
-        rows: int | None,
-        microbatches: int,
-        lr: float | torch.Tensor,
-        norm: torch.Tensor,
-        found: torch.Tensor,
-        scale: torch.Tensor | None,
-        seconds: float,
-    ) -> None:
-        self.number = number
-        self.epoch = 0
-        self.ends_epoch = False
-        self.microbatches = microbatches
-        self._lr = lr
-        self.seconds = seconds
-        self.tally, self.sums, self.names, self._rows = tally, sums, names, rows
-        self._norm: Any = norm
-        self._found: Any = found
-        self._scale: Any = scale
-        self._read: list[float] | None = None
+    number: int
+    tally: Tally
+    sums: torch.Tensor | None
+    names: Sequence[str]
+    _rows: int | None
+    microbatches: int
+    _lr: float | torch.Tensor
+    _norm: Any
+    _found: Any
+    _scale: Any
+    seconds: float
+    epoch: int = 0
+    ends_epoch: bool = False
+    _read: list[float] | None = None
 
     def vector(self) -> torch.Tensor:
         """The update's sums, its norm and its flag as one vector on the device; no host sync."""
@@ -140,21 +113,3 @@ class Update:
 
     def __repr__(self) -> str:
         return f"<{self}>"
-
-    def as_dict(self) -> dict[str, Any]:
-        """All values as plain numbers; waits for the device."""
-        return {
-            "number": self.number,
-            "epoch": self.epoch,
-            "loss": self.loss,
-            "metrics": self.metrics,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "scale": self.scale,
-            "rows": self.rows,
-            "count": self.count,
-            "microbatches": self.microbatches,
-            "skipped": self.skipped,
-            "ends_epoch": self.ends_epoch,
-            "seconds": self.seconds,
-        }

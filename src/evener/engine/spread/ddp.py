@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from evener.engine.spread import all_reduce, existing, shaped
-from evener.engine.spread.single import Single
+from evener.engine.spread import Spread, all_reduce, batched, existing, shaped
 from evener.errors import CollectiveError
 
 _FIRST_BYTES = 1 << 20  # a small first bucket starts the communication early
@@ -34,10 +33,10 @@ class Bucket:
         self.work: dist.Work | None = None
 
 
-class Replicas(Single):
+class Replicas(Spread):
     """Every rank has the whole model, and what is added up is added up over ranks."""
 
-    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
+    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], object]:
         return all_reduce(vector, overlap=overlap)
 
     def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
@@ -51,15 +50,12 @@ class DDP(Replicas):
 
     name = "ddp"
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        *,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, reduce_dtype: torch.dtype | None = None) -> None:
         super().__init__(parameters)
-        self.reduce_dtype = reduce_dtype
-        self.buckets = self._layout()
+        # In reverse order: the backward reaches the last parameters first.
+        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        kinds = batched(reversed(parameters), lambda one: reduce_dtype or one.dtype, _FIRST_BYTES, _BYTES)
+        self.buckets = [Bucket([index[id(one)] for one in same], parameters, dtype) for dtype, same in kinds]
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self.armed = False
         self.next = 0
@@ -67,23 +63,6 @@ class DDP(Replicas):
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(i)) for i, parameter in enumerate(parameters)
         ]
-
-    def _layout(self) -> list[Bucket]:
-        # Reverse order: the backward reaches the last parameters first.
-        buckets: list[Bucket] = []
-        open_members: dict[torch.dtype, list[int]] = {}
-        open_bytes: dict[torch.dtype, int] = {}
-        for i in reversed(range(len(self.parameters))):
-            parameter = self.parameters[i]
-            dtype = self.reduce_dtype or parameter.dtype
-            members = open_members.setdefault(dtype, [])
-            members.append(i)
-            open_bytes[dtype] = open_bytes.get(dtype, 0) + parameter.numel() * dtype.itemsize
-            if open_bytes[dtype] >= (_BYTES if buckets else _FIRST_BYTES):
-                buckets.append(Bucket(members, self.parameters, dtype))
-                del open_members[dtype], open_bytes[dtype]
-        buckets += [Bucket(members, self.parameters, dtype) for dtype, members in open_members.items()]
-        return buckets
 
     def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:

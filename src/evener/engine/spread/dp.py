@@ -14,12 +14,12 @@ import torch
 
 from evener import batch as batches
 from evener.engine.mean import Mean
-from evener.engine.spread.single import Single
+from evener.engine.spread import Spread
 from evener.engine.tally import as_loss
 from evener.errors import DeviceError, UsageError
 
 
-class DP(Single):
+class DP(Spread):
     """`strategy="dp"`.
 
     Args:
@@ -34,7 +34,6 @@ class DP(Single):
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        *,
         device: torch.device,
         device_ids: Sequence[int] | None,
         output_device: int | None,
@@ -42,10 +41,10 @@ class DP(Single):
     ) -> None:
         super().__init__(parameters)
         self.scatter = scatter
+        weights = scatter if isinstance(scatter, list | tuple) else None
         if device.type == "cuda":
             ids = list(device_ids) if device_ids is not None else list(range(torch.cuda.device_count()))
-            bad = [i for i in ids if not 0 <= i < torch.cuda.device_count()]
-            if bad or not ids or len(set(ids)) < len(ids):
+            if not ids or len(set(ids)) < len(ids) or not set(ids) <= set(range(torch.cuda.device_count())):
                 raise DeviceError(
                     f"device_ids={ids}: slots are different numbers from 0 to {torch.cuda.device_count() - 1}.",
                     fix=["slots count inside CUDA_VISIBLE_DEVICES"],
@@ -57,21 +56,16 @@ class DP(Single):
                 )
             self.devices = [torch.device("cuda", i) for i in ids]
             self.output = torch.device("cuda", ids[0] if output_device is None else output_device)
+        elif device_ids:
+            raise DeviceError(f"device_ids={list(device_ids)}: there are no GPUs on {device}.", fix=["leave it out"])
         else:
-            if device_ids:
-                raise DeviceError(
-                    f"device_ids={list(device_ids)}: there are no GPUs on {device}.", fix=["leave it out"]
-                )
-            parts = len(scatter) if isinstance(scatter, list | tuple) else 1
-            self.devices, self.output = [device] * parts, device
-        if isinstance(scatter, list | tuple) and (
-            len(scatter) != len(self.devices) or min(scatter) < 0 or not sum(scatter)
-        ):
+            self.devices, self.output = [device] * len(weights or (1,)), device
+        if weights is not None and (len(weights) != len(self.devices) or min(weights) < 0 or not sum(weights)):
             raise UsageError(
                 f"scatter={scatter!r}: one weight per device ({len(self.devices)}), none negative, not all 0.",
                 fix=[f"scatter={tuple([1] * len(self.devices))}"],
             )
-        if scatter is not None and not callable(scatter) and not isinstance(scatter, list | tuple):
+        if scatter is not None and weights is None and not callable(scatter):
             raise UsageError(f"scatter={scatter!r} is neither weights nor a function.", fix=["scatter=(3, 1)"])
 
     def _parts(self, batch: Any, rows: int) -> list[Any]:
@@ -85,9 +79,7 @@ class DP(Single):
                 )
             return parts
         weights = self.scatter or [1] * len(self.devices)
-        edges = [0]
-        for k in range(len(weights)):
-            edges.append(round(rows * sum(weights[: k + 1]) / sum(weights)))
+        edges = [round(rows * sum(weights[:k]) / sum(weights)) for k in range(len(weights) + 1)]
         return [batches.part(batch, start, stop) for start, stop in pairwise(edges) if stop > start]
 
     def forward(self, loss_fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> Any:
@@ -114,17 +106,13 @@ class DP(Single):
     def _join(self, outputs: list[Any], sizes: list[int], rows: int) -> Any:
         """One loss with one denominator from the parts' losses, on the output device."""
         losses, kinds, metrics = zip(*(as_loss(output, size) for output, size in zip(outputs, sizes)))
-        here = self.output
+
+        def here(value: Any) -> Any:
+            return value.to(self.output) if isinstance(value, torch.Tensor) else value
 
         def add(means: Sequence[Mean]) -> Mean:
-            total: Any = 0
-            count: Any = 0
-            for mean in means:
-                value = mean.value.to(here) if isinstance(mean.value, torch.Tensor) else mean.value
-                number = mean.count.to(here) if isinstance(mean.count, torch.Tensor) else mean.count
-                total = total + (value if mean.form == "total" else value * number)
-                count = count + number
-            return Mean(total=total, count=count)
+            total = sum(here(one.value) * (1 if one.form == "total" else here(one.count)) for one in means)
+            return Mean(total=total, count=sum(here(one.count) for one in means))
 
         loss = add(losses)
         joined = {name: add([one[name] for one in metrics]) for name in metrics[0]}

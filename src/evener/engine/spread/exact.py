@@ -9,7 +9,7 @@ through the same sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from evener.dist.info import share
-from evener.engine.spread import Tensors, all_reduce, existing, no_wait, shaped
-from evener.engine.spread.single import Single
+from evener.engine.spread import Spread, Tensors, all_reduce, batched, existing, no_wait, shaped
 
 Node = tuple[int, int]  # level, index
 Add = Callable[[Any, Any], Any]
@@ -136,7 +135,7 @@ def exchange(
     return whole
 
 
-class Exact(Single):
+class Exact(Spread):
     """The tree over slices, for one process (nothing is communicated) and for many."""
 
     def __init__(
@@ -148,26 +147,10 @@ class Exact(Single):
         self.leaves = 1
         self.tree = Tree(1, Sum.add)
         self.pushed: set[int] = set()
-        self.buckets = [Bucket(members, parameters, rank, world_size) for members in self._layout()]
-
-    def _layout(self) -> Iterator[list[int]]:
-        """Parameters of one dtype, about 32 MiB at a time: bounds the exchange's memory. Bits do not depend on it."""
-        if self.world_size == 1:
-            return
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i, parameter in enumerate(self.parameters):
-            by_dtype.setdefault(parameter.dtype, []).append(i)
-        for same in by_dtype.values():
-            bucket: list[int] = []
-            size = 0
-            for i in same:
-                bucket.append(i)
-                size += self.parameters[i].numel() * self.parameters[i].element_size()
-                if size >= _BYTES:
-                    yield bucket
-                    bucket, size = [], 0
-            if bucket:
-                yield bucket
+        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        # Bounds the exchange's memory; bits do not depend on it.
+        kinds = batched(parameters if world_size > 1 else (), lambda one: one.dtype, _BYTES)
+        self.buckets = [Bucket([index[id(one)] for one in same], parameters, rank, world_size) for _, same in kinds]
 
     def slots(self, rows: int) -> int:
         return max(1, -(-rows // self.slice_size))
@@ -205,7 +188,7 @@ class Exact(Single):
                 self.parameters[i].grad = whole
         return existing(self.parameters)
 
-    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
+    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], object]:
         # One row per slice and zeros elsewhere: the all-reduce moves values, it does not round.
         return all_reduce(vector, overlap=overlap) if self.world_size > 1 else no_wait
 

@@ -17,20 +17,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from evener.engine.join import Join
 from evener.engine.shards import Shards
-from evener.engine.spread import Tensors, existing
+from evener.engine.spread import Spread, Tensors, existing, norm_of
 from evener.engine.spread.ddp import DDP
 from evener.engine.spread.exact import Exact, Tree, row_norms
-from evener.engine.spread.single import Single
 from evener.engine.tally import as_loss
 
 
-class FSDP(Single):
-    """`strategy="fsdp"` and `"hsdp"` (copies of the model, each sharded over some ranks).
-
-    Args:
-        parameters: What the optimizer holds: this rank's rows.
-        slice_size: In exact mode, else None.
-    """
+class FSDP(Spread):
+    """`strategy="fsdp"` and `"hsdp"` (copies of the model, each sharded over some ranks). slice_size: in exact mode."""
 
     name = "fsdp"
 
@@ -43,11 +37,11 @@ class FSDP(Single):
         self.pieces = [shards.by_local[id(parameter)] for parameter in parameters]
         self.loose = [one.local for one in self.pieces if one.rows is None]
         self.exact = slice_size is not None
-        self.inner: Exact | DDP = (
-            DDP(self.loose)
-            if slice_size is None
-            else Exact(self.loose, rank=shards.rank, world_size=shards.world, slice_size=slice_size)
-        )
+        self.inner: Exact | DDP
+        if slice_size is None:
+            self.inner = DDP(self.loose)
+        else:
+            self.inner = Exact(self.loose, rank=shards.rank, world_size=shards.world, slice_size=slice_size)
         self.keeps = shards.options.accumulate == "keep" and not self.exact
         self.used = [False] * len(self.pieces)
         self.index = {id(one): i for i, one in enumerate(self.pieces)}
@@ -147,7 +141,7 @@ class FSDP(Single):
         return self.handed
 
     def compare(self, orders: torch.Tensor) -> None:
-        """FSDP's collectives are paired by their order alone: another one of the same shape would be taken silently."""
+        """See `Shards.refuse`; on a device one update later."""
         if self.late is not None:
             differs, landed, log = self.late
             landed.synchronize()
@@ -169,7 +163,7 @@ class FSDP(Single):
                 parameter.grad = None if one.source.grad is None else one.source.grad.to_local()
         return existing(self.parameters)
 
-    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], None]:
+    def sum_(self, vector: torch.Tensor, *, overlap: bool) -> Callable[[], object]:
         return self.inner.sum_(vector, overlap=overlap)
 
     def fold(self, flats: dict[int, torch.Tensor], rows: int, like: torch.Tensor) -> torch.Tensor:
@@ -183,9 +177,7 @@ class FSDP(Single):
         wide = torch.float32 if self.shards.device.type == "mps" else torch.float64
         if not mine:
             return torch.zeros(1, dtype=wide, device=self.shards.device)
-        half = mine[0].dtype in (torch.float16, torch.bfloat16)
-        norms = torch._foreach_norm(mine, 2, torch.float32) if half else torch._foreach_norm(mine)
-        return torch.stack([norm.to(wide) for norm in norms]).square().sum().view(1)
+        return norm_of(mine).to(wide).square().view(1)
 
     def norm(self, gradients: Tensors) -> torch.Tensor:
         """The true global norm. Communicates where `finish` has not done so: for gradients that were changed since, and

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.engine.spread import Tensors, existing, norm_of
+from evener.engine.spread import Tensors, batched, existing, norm_of
 from evener.engine.spread.ddp import Replicas
 
 _BYTES = 25 << 20
@@ -30,7 +30,6 @@ class LocalSGD(Replicas):
         self,
         parameters: Sequence[torch.nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        *,
         every: int,
         world_size: int,
         also: Callable[[], Iterable[torch.Tensor]],
@@ -82,22 +81,11 @@ class LocalSGD(Replicas):
         states = [self.optimizer.state[p] for p in tensors if p in self.optimizer.state]
         tensors += [value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
         tensors += self.also()
-        by_dtype: dict[torch.dtype, Tensors] = {}
-        for tensor in tensors:
-            # A count of steps, which may live on the host, is the same everywhere.
-            if tensor.is_floating_point() and tensor.device == self.parameters[0].device:
-                by_dtype.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(tensor)
-        for dtype, same in by_dtype.items():
-            bucket: Tensors = []
-            for i, tensor in enumerate(same):
-                bucket.append(tensor)
-                if i + 1 == len(same) or sum(one.numel() for one in bucket) * dtype.itemsize >= _BYTES:
-                    self._average(bucket, dtype)
-                    bucket = []
-
-    def _average(self, tensors: Tensors, dtype: torch.dtype) -> None:
-        flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
-        dist.all_reduce(flat)
-        flat /= self.world_size
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-            tensor.copy_(part.view_as(tensor))
+        # A count of steps, which may live on the host, is the same everywhere.
+        here = [one for one in tensors if one.is_floating_point() and one.device == self.parameters[0].device]
+        for dtype, same in batched(here, lambda one: torch.promote_types(one.dtype, torch.float32), _BYTES):
+            flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in same])
+            dist.all_reduce(flat)
+            flat /= self.world_size
+            for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same])):
+                tensor.copy_(part.view_as(tensor))
