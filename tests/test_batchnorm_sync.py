@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -226,6 +227,11 @@ def test_a_whole_run_is_the_same_on_any_world_size(ranks, tmp_path):
             assert abs(got_loss - loss) < 1e-4 and abs(got_score - score) < 1e-4
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 def refused(kind):
     how = {
         "exact": {"exact": True, "slice_size": 2},
@@ -237,7 +243,7 @@ def refused(kind):
         model.bn = nn.SyncBatchNorm(6)
     try:
         engine = new_engine(model, **how)
-        engine.step({0: mlp_rows(4)} if evener.rank() else None, lambda model, batch: loss_fn(model, batch[0]))
+        engine.step(Pair(*mlp_rows(4)) if evener.rank() else None, loss_fn)
     except evener.EvenerError as error:
         return str(error)
 
@@ -246,4 +252,4 @@ def test_what_cannot_be_is_refused(ranks):
     assert all('batchnorm="sync" with exact=True' in text for text in ranks(2)(refused, "exact"))
     assert all("bn is a SyncBatchNorm" in text and 'batchnorm="sync"' in text for text in ranks(2)(refused, "layer"))
     for text in ranks(2)(refused, "batch"):
-        assert "rank 0 has no rows in the first update" in text and "a dict cannot be sent to it from rank 1" in text
+        assert "rank 0 has no rows in the first update" in text and "a Pair cannot be sent to it from rank 1" in text
