@@ -29,21 +29,21 @@ def fix_file(path: str, data: bytes, project: Project, chosen: tuple[Rule, ...],
     for rule in chosen:
         skip: set[tuple[str, str]] = set()
         for _ in range(ROUNDS):
-            findings = [one for one in _findings(project, rule, path, data) if one.edits and (unsafe or not one.unsafe)]
-            findings = [one for one in findings if _key(one) not in skip]
-            if not findings:
+            found = _check(project, rule, path, data) or []
+            fixable = [one for one in found if one.edits and (unsafe or not one.unsafe) and _key(one) not in skip]
+            if not fixable:
                 break
-            together = _compatible(findings)
-            new = _tried(project, rule, path, data, together)
+            together = _compatible(fixable)
+            new = _tried(project, rule, path, data, together, len(found))
             if new is None and len(together) > 1:  # one of them is at fault: try the first alone
                 together = together[:1]
-                new = _tried(project, rule, path, data, together)
+                new = _tried(project, rule, path, data, together, len(found))
             if new is None:
                 refused += together
                 skip |= {_key(one) for one in together}
-                continue
-            data = new
-            done += together
+            else:
+                data = new
+                done += together
     return Fixed(path, before, data, tuple(done), tuple(refused))
 
 
@@ -51,12 +51,13 @@ def _key(finding: Finding) -> tuple[str, str]:
     return finding.message, str([one.text for one in finding.edits])
 
 
-def _findings(project: Project, rule: Rule, path: str, data: bytes) -> list[Finding]:
+def _check(project: Project, rule: Rule, path: str, data: bytes) -> list[Finding] | None:
+    """What the rule finds in this content; None where it does not parse."""
     try:
         now = project if path.endswith(engine.SCRIPTS) else engine.with_file(project, path, data)
         return engine.check_data(now, (rule,), path, data)
-    except (SyntaxError, UnicodeDecodeError, ValueError):
-        return []
+    except (SyntaxError, ValueError):
+        return None
 
 
 def _compatible(findings: list[Finding]) -> list[Finding]:
@@ -85,36 +86,29 @@ def apply(data: bytes, edits: set[Edit]) -> bytes:
     return data
 
 
-def _tried(project: Project, rule: Rule, path: str, data: bytes, findings: list[Finding]) -> bytes | None:
-    """The new content where it parses and the rule has fallen silent there; None otherwise."""
-    script = path.endswith(engine.SCRIPTS)
-    if script:
-        return apply(data, {edit for one in findings for edit in one.edits})
+def _tried(project: Project, rule: Rule, path: str, data: bytes, findings: list[Finding], before: int) -> bytes | None:
+    """The new content where it parses and the rule finds that many fewer there; None otherwise."""
+    edits = {edit for one in findings for edit in one.edits}
+    if path.endswith(engine.SCRIPTS):
+        return apply(data, edits)
     source = Source(path, data)
-    new = apply(source.data, {edit for one in findings for edit in one.edits})
-    for line in dict.fromkeys(line for one in findings for line in one.imports):
-        new = _imported(new, line)
     try:
+        new = apply(source.data, edits)
+        for line in dict.fromkeys(line for one in findings for line in one.imports):
+            new = _imported(new, line)
         encoded = new.decode().encode(source.encoding)
-        after = engine.check_data(engine.with_file(project, path, encoded), (rule,), path, encoded)
-    except (SyntaxError, UnicodeError, ValueError):
+    except (SyntaxError, ValueError):
         return None
-    was = engine.check_data(engine.with_file(project, path, data), (rule,), path, data)
-    return encoded if len(after) <= len(was) - len(findings) and encoded != data else None
+    after = _check(project, rule, path, encoded)
+    return encoded if after is not None and len(after) <= before - len(findings) and encoded != data else None
 
 
 def _imported(data: bytes, line: str) -> bytes:
     """With the import, once; behind the other imports, or in front where the fix stands above them."""
-    source = Source("", data)
-    module = line.removeprefix("import ")
-    if any(
-        alias.name == module and not alias.asname
-        for node in source.of(ast.Import)
-        for alias in node.names
-        if node in source.tree.body
-    ):
+    source, at = Source("", data), 0
+    names = [name for stmt in source.tree.body if isinstance(stmt, ast.Import) for name in stmt.names]
+    if any(name.name == line.removeprefix("import ") and not name.asname for name in names):
         return data
-    at = 0
     for stmt in source.tree.body:  # behind the docstring and __future__, in front of the first other statement
         future = isinstance(stmt, ast.ImportFrom) and stmt.module == "__future__"
         if not future and not (isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Constant)):
@@ -124,5 +118,4 @@ def _imported(data: bytes, line: str) -> bytes:
         if not row.startswith(b"#"):
             break
         at += len(row)
-    end = "\r\n" if b"\r\n" in data else "\n"
-    return data[:at] + f"{line}{end}".encode() + data[at:]
+    return data[:at] + f"{line}{source.newline}".encode() + data[at:]

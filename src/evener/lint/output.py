@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from evener.lint.engine import Report
@@ -13,14 +14,12 @@ from evener.lint.rule import LEVELS, Finding
 SHOWN = 120  # columns of a source line
 
 
-def text(findings: Iterable[Finding], lines: dict[str, list[str]] | None = None) -> Iterator[str]:
+def text(findings: Iterable[Finding]) -> Iterator[str]:
     """Per finding: place and why, the source line with an arrow, and what to do."""
-    read: dict[str, list[str]] = lines if lines is not None else {}
+    read = cache(_read)
     for one in findings:
         yield f"{one.path}:{one.line}:{one.column}: {one.level} [{one.rule}] {one.message}"
-        if one.path not in read:
-            read[one.path] = _read(one.path)
-        source = read[one.path][one.line - 1] if one.line <= len(read[one.path]) else ""
+        source = "".join(read(one.path)[one.line - 1 : one.line])
         if source.strip():
             number = f"{one.line:5} | "
             shown = source.replace("\t", " ")
@@ -28,14 +27,9 @@ def text(findings: Iterable[Finding], lines: dict[str, list[str]] | None = None)
             width = max(1, min(one.end or one.column + 1, cut + SHOWN + 1) - one.column)
             yield f"{number}{shown[cut : cut + SHOWN].rstrip()}"
             yield " " * len(number) + " " * (one.column - 1 - cut) + "^" * width
-        yield f"        fix: {one.fix}{_how(one)}"
+        how = f"  (evener lint --fix{' --unsafe-fixes' if one.unsafe else ''})" if one.edits else ""
+        yield f"        fix: {one.fix}{how}"
         yield ""
-
-
-def _how(one: Finding) -> str:
-    if not one.edits:
-        return ""
-    return "  (evener lint --fix --unsafe-fixes)" if one.unsafe else "  (evener lint --fix)"
 
 
 def _read(path: str) -> list[str]:
