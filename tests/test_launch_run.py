@@ -244,7 +244,7 @@ def test_ctrl_c_ends_everything_and_nothing_listened_beyond_loopback(job):
     one.process.send_signal(signal.SIGINT)
     assert one.finish() == 130
     assert time.monotonic() - started < 15
-    assert not gone_after(processes, 5)
+    assert not gone_after(processes, 60)
     own = [line for line in one.output.splitlines() if "processes on the CPU" not in line]
     assert own == ["evener: Ctrl-C: stopping 2 processes (once more to kill at once)"]
     assert not private.exists()
@@ -259,14 +259,13 @@ def test_a_second_ctrl_c_kills_what_ignores_the_first(job):
     one = job(SCRIPTS / "sleeps.py", "--stubborn", nproc=1)
     processes = one.wait_until_started()
     one.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert one.process.poll() is None
+    one.wait_until_started("not now")  # two signals at once would be one
     started = time.monotonic()
     one.process.send_signal(signal.SIGINT)
     assert one.finish() == 130
     assert time.monotonic() - started < 10
     assert "not now" in one.out
-    assert not gone_after(processes, 5)
+    assert not gone_after(processes, 60)
 
 
 def test_term_reaches_the_ranks_and_their_exit_code_comes_back(job):
@@ -274,20 +273,20 @@ def test_term_reaches_the_ranks_and_their_exit_code_comes_back(job):
     processes = one.wait_until_started()
     one.process.send_signal(signal.SIGTERM)
     assert one.finish() == 75
-    assert not gone_after(processes, 5)
+    assert not gone_after(processes, 60)
 
 
 def test_two_jobs_at_once_and_a_killed_agent_leaves_no_rank(job):
     first, second = job(SCRIPTS / "sleeps.py"), job(SCRIPTS / "sleeps.py")
     doomed, others = first.wait_until_started(), second.wait_until_started()
     doomed[0].kill()
-    assert not gone_after(doomed, 5)
+    assert not gone_after(doomed, 60)
     assert first.finish() == 137
     assert "torch's elastic agent was killed by SIGKILL" in first.output
     # The other job did not notice.
     assert second.process.poll() is None and all(process.is_running() for process in others)
     second.process.kill()
-    assert not gone_after(others, 5), "a killed supervisor leaves nothing either"
+    assert not gone_after(others, 60), "a killed supervisor leaves nothing either"
     second.finish()
 
 
