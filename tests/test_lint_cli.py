@@ -193,6 +193,7 @@ def test_one_file_costs_a_fraction_of_a_second_of_cpu(script):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_a_thousand_files_take_less_than_twenty_seconds_on_two_cores(tmp_path):
     """Every rule's wrong example, in files of about 300 lines."""
     from evener.lint import rules
@@ -207,7 +208,7 @@ def test_a_thousand_files_take_less_than_twenty_seconds_on_two_cores(tmp_path):
         (tmp_path / f"module_{i}.py").write_text("import torch, os, argparse\n\n" + "\n".join(parts))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "evener", "lint", "--json", str(tmp_path)]
-    subprocess.run(command, capture_output=True, check=False, timeout=600)
+    subprocess.run(command, capture_output=True, check=False, timeout=1700)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert seconds < 40, "two cores for 20 s, however loaded they are (docs/measurements.md has the time on a clock)"
