@@ -260,9 +260,8 @@ def at_each(case, hit, victim):
             for when in ("before", "after"):
                 where = f"{case}, rank {victim}, update {hit}, {when} operation {at}"
                 got = train(case, hit, at if evener.rank() == victim else 1 << 30, when)
-                if case == "fast" or evener.rank() == victim:
-                    check(case, want, got, where)
-                assert got[0] == want[0] or case == "fast", where
+                # An error in its optimizer's step is the victim's alone: the others have nothing to tell.
+                check(case, want, got if evener.rank() == victim else (*got[:2], ["another rank's"]), where)
     return len(numbers)
 
 
