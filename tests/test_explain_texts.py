@@ -11,7 +11,7 @@ import pytest
 
 from evener.explain import decide, oom
 from evener.explain.answer import words
-from evener.explain.kinds import FOLDER, LISTS, STAGES, Pattern, all_kinds, fill, longest_word
+from evener.explain.kinds import FOLDER, LISTS, STAGES, Pattern, all_kinds, fill, longest_word, texts_of
 from evener.explain.pages import markdown, page_of, page_text
 
 KINDS = all_kinds()
@@ -26,7 +26,8 @@ DECIDED = set(re.findall(r'"([a-z_]+)"', Path(decide.__file__).read_text() + Pat
 def sentences(texts):
     for key in ("title", *LISTS):
         value = texts.get(key, [])
-        yield from [(key, one) for one in ([value] if isinstance(value, str) else value)]
+        for wordings in [value] if isinstance(value, str) else value:
+            yield from [(key, one) for one in ([wordings] if isinstance(wordings, str) else wordings)]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
@@ -64,7 +65,21 @@ def test_every_figure_in_a_text_has_a_source(kind):
     # Without any figure there is still a cause, a remedy and advice.
     for language in ("en", "zh"):
         for key in ("fix", "confirm", "avoid"):
-            assert any(fill(one, {}) for one in kind.texts[language][key]), (kind.name, language, key)
+            told = [one for of, one in sentences(kind.texts[language]) if of == key]
+            assert any(fill(one, {}) for one in told), (kind.name, language, key)
+
+
+def test_of_two_wordings_the_fuller_one_is_said_and_only_that():
+    kind = KINDS["torchrun-hidden-root-cause"]
+    figures = {"type": "KeyError", "place": "train.py:3", "code": "rows[17]"}
+    for values, said in ((figures, "in this text: KeyError at train.py:3: rows[17]"), ({}, "in this text.")):
+        cause = texts_of(kind, "exception-above", "en", values)["cause"]
+        assert len(cause) == 1 and cause[0].endswith(said)
+    for one in KINDS.values():
+        for texts in (*one.texts.values(), *(text for sub in one.subs for text in sub.texts.values())):
+            for key in LISTS:
+                plain = [text for text in texts.get(key, ()) if isinstance(text, str)]
+                assert len({text[:40] for text in plain}) == len(plain), (one.name, key, "two wordings of one sentence")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)

@@ -13,7 +13,8 @@ A kind's file (CONTRIBUTING.md has a page on adding one):
     shredded              phrases to look for where several processes wrote into each other's lines
     sub.NAME              sub-causes: `when` in the message or frames, `anywhere` in the text; texts, and where they
                           differ confidence and culprit, that replace the kind's own; the first that holds
-    en, zh                title, cause, fix, confirm, avoid, or_else; a sentence with an empty placeholder is left out
+    en, zh                title, cause, fix, confirm, avoid, or_else; a sentence with an empty placeholder is left out;
+                          of a list of wordings the first without one is taken
 """
 
 from __future__ import annotations
@@ -157,6 +158,9 @@ def texts_of(kind: Kind, sub: str | None, language: str, values: Mapping[str, st
     titles += [re.split("[:：]", ASIDE.sub("", title))[0] for title in titles]  # without what has no figure
     found: dict[str, Any] = {"title": next((one for title in titles if (one := fill(title, values))), kind.name)}
     for key in LISTS:
-        filled = (fill(sentence, values) for sentence in sentences(over.get(key, own.get(key))))
+        filled = (
+            next(filter(None, (fill(one, values) for one in sentences(wordings))), None)
+            for wordings in over.get(key, own.get(key, ()))
+        )
         found[key] = [one for one in filled if one is not None]
     return found

@@ -33,7 +33,7 @@ def page_of(kind: Kind, language: str) -> dict[str, Any]:
         "exits": list(kind.exits),
         "cases": list(kind.cases),
         "language": language,
-        **{key: [_general(one) for one in sentences(kind.texts[language].get(key))] for key in LISTS},
+        **{key: [_general(sentences(one)[0]) for one in kind.texts[language].get(key, ())] for key in LISTS},
         "sub_causes": {name: _general(sentences(title)[0]) for name, title in subs.items() if title},
     }
 
