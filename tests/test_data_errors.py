@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -307,6 +308,20 @@ def test_a_worker_that_dies_does_not_interrupt_the_step_but_the_next_wait():
     killed.join(60)
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         next(one.portions(Cursor()))
+    one.close()
+
+
+@interrupted
+def test_a_worker_that_dies_before_its_greeting_is_dead_and_not_one_that_could_not_start():
+    one = feed(Plain(64), workers=2, timeout=2)
+    list(one.portions(Cursor(), epochs=1))
+    first = one._delivery.workers._iterator._workers[0].pid
+    os.kill(first, signal.SIGSTOP)  # alive when the pass begins, and gone before it has greeted
+    later = threading.Timer(0.5, os.kill, (first, signal.SIGKILL))
+    later.start()
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        next(one.portions(Cursor()))
+    later.join()
     one.close()
 
 

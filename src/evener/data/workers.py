@@ -151,6 +151,7 @@ class Workers:
             self._iterator._timeout = min(_POLL_SECONDS, self.timeout)
         except Exception as error:  # not picklable, no more processes, no shared memory
             if self._iterator is not None:
+                self._look_for_dead(error)  # one that died since the last pass gave no greeting
                 self._abandon()
             raise WorkerError(
                 f"the data workers could not start: {type(error).__name__}: {error}",
