@@ -67,7 +67,8 @@ BEYOND_THE_DESIGN: dict[str, set[str]] = {
     "dist": {"ending", "gpus", "limits"},
     "launch": {"ending", "limits"},
     "doctor": {"launch", "limits"},  # launch: one reader of Slurm's host lists
-    "measure": {"batch", "dist", "limits"},  # a traced step gets batches of its own; the bench measures evener.comm
+    # a traced step gets batches of its own; the bench measures evener.comm, and rows as a run reads them
+    "measure": {"batch", "data", "dist", "limits"},
     "run": {"batch", "report", "measure"},  # the console, curves and run folder; a captured Run's step is traced
 }
 # Files beside the rooms. A helper file such as config_checks.py belongs to the room that its name begins with.

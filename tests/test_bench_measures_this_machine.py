@@ -15,6 +15,7 @@ import torch
 from evener import facts
 from evener.cli import bench as verb
 from evener.cli import main
+from evener.dist.memory import DeviceMemory
 from evener.errors import UsageError
 from evener.measure import bench
 from evener.plan.clock import Machine
@@ -70,6 +71,50 @@ def test_a_dataset_of_ones_own_and_its_page(tmp_path):
             bench.dataset_of(f"{tmp_path / 'mine.py'}:{name}")
 
 
+def test_what_a_process_holds_beside_torchs_allocator_is_known_only_where_it_is_alone():
+    def on_a_gpu(free, reserved, others):
+        return bench.beside_torch(DeviceMemory("cuda:0", 100, reserved, 100, free, 80_000, others))
+
+    assert on_a_gpu(79_000, 400, ()) == 600, "1,000 are taken, 400 of them by the allocator"
+    assert on_a_gpu(79_000, 400, ("ada: train.py",)) is None and on_a_gpu(79_000, 400, None) is None
+    assert on_a_gpu(79_800, 400, ()) is None, "less is taken than torch has: a figure is wrong"
+    assert on_a_gpu(None, 400, ()) is None and on_a_gpu(79_000, None, ()) is None
+    assert "not known" in bench.held("NCCL", None)["note"] and "572 MiB" in bench.held("NCCL", 600_000_000)["note"]
+
+
+SLOW = """
+import time, torch, evener
+from torch.nn import functional as F
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 500
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return torch.full((64,), float(i)), i % 10
+def make(): return Slow()
+if __name__ == "__main__":
+    net = torch.nn.Linear(64, 10)
+    evener.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda m, b: F.cross_entropy(m(b[0]), b[1]), make(),
+               global_batch_size=32, strategy="single", activation_checkpointing="none", precision="fp32")
+"""
+
+
+def test_a_measured_dataset_bounds_the_predicted_update(tmp_path):
+    (tmp_path / "train.py").write_text(SLOW)
+    home = {"cwd": tmp_path, "env": {**os.environ, "HOME": str(tmp_path)}}
+    done = evener("data", "--cpu", "--seconds", "0.1", "--dataset", "train.py:make", "--calibrate", **home)
+    assert done.returncode == 0, done.stderr
+    ((name, kept),) = json.loads((tmp_path / ".cache" / "evener" / "calibration.json").read_text())["data"].items()
+    assert name == "Slow, 500 rows of 264 bytes" and kept["rows_per_second"]["0"] <= 100
+    plan = [sys.executable, "-m", "evener", "plan", "--gpu", "H100-80GB", "--json", "--set", "saved_activations=keep"]
+    told = subprocess.run(
+        [*plan, "--set=num_workers=0", "train.py"], capture_output=True, text=True, timeout=300, **home
+    )
+    assert told.returncode == 0, told.stderr
+    chosen = json.loads(told.stdout)["chosen"]
+    assert chosen["bound_by"] == "data" and chosen["data_seconds"] == pytest.approx(32 / kept["rows_per_second"]["0"])
+    assert chosen["seconds_per_update"] == chosen["data_seconds"]
+
+
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "evener", "bench", "matmul", "data", "--cpu", "--seconds", "0.05", "--json"],
@@ -97,7 +142,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
         (["matmull"], "'matmull' is no part of the bench"),
         (["--nproc", "0"], "--nproc 0: at least 1"),
         (["--seconds", "0"], "above 0"),
-        (["data", "--cpu", "--calibrate"], "of a CPU what matmul, memory and comm measure is kept"),
+        (["data", "--cpu", "--calibrate"], "what matmul, memory, comm, and data with --dataset, measure is kept"),
     ],
 )
 def test_bad_input(words, text, capsys):
@@ -146,11 +191,23 @@ def test_what_was_measured_is_kept_for_the_planner(tmp_path, monkeypatch):
             "bytes_per_second": kind.memory_bandwidth * 0.9,
         },
         {"part": "memory", "name": "launch of one operation", "bytes_per_second": None, "seconds": 4e-6},
+        {"part": "memory", **bench.held("CUDA context and kernels", 480 << 20)},
+        {"part": "comm", "name": "all_reduce", "bus_bytes_per_second": kind.nvlink_bandwidth * 0.7, "seconds": 1.0},
+        {"part": "comm", "name": "all_reduce", "note": "larger sizes left out"},
+        {"part": "comm", **bench.held("NCCL", 900 << 20)},
     ]
     verb.keep(machine, results)
     verb.keep(machine, results[:1])  # a later bench of one part leaves the others
     there = calibrated(Machine("cuda", "one", 1, "a test", kind=kind)).calibration
-    assert there == {"matmul": 0.71, "memory": pytest.approx(0.9), "launch_us": pytest.approx(4.0)}
+    speeds = {
+        "matmul": 0.71,
+        "memory": pytest.approx(0.9),
+        "network": pytest.approx(0.7),
+        "launch_us": pytest.approx(4),
+    }
+    assert there == {**speeds, "context_bytes": 480 << 20, "nccl_bytes": 900 << 20}
+    verb.keep(machine, [{"part": "comm", **bench.held("NCCL", None)}])  # not known: what was known stays
+    assert calibrated(Machine("cuda", "one", 1, "a test", kind=kind)).calibration == there
     with pytest.raises(UsageError, match="Nonesuch is in no table"):
         verb.keep({"device": "cuda", "name": "NVIDIA Nonesuch"}, [])
     products = [{"part": "matmul", "name": "bf16", "flops_per_second": rate} for rate in (2e11, 3e11)]

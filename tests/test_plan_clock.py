@@ -9,7 +9,18 @@ import pytest
 
 from evener import facts
 from evener.cli.bench import calibration
-from evener.plan.clock import Machine, Pace, collective_seconds, operation_seconds, seconds
+from evener.errors import UsageError
+from evener.plan.captured import Captured
+from evener.plan.clock import (
+    DataRate,
+    Machine,
+    Pace,
+    Seconds,
+    collective_seconds,
+    operation_seconds,
+    seconds,
+    with_data,
+)
 from evener.plan.make import calibrated
 from evener.plan.values import Collective, Cut, Op, Trace
 
@@ -153,3 +164,69 @@ def test_a_calibrated_cpu_has_a_time_that_its_processes_share(tmp_path):
     ring = Collective("all_reduce", 1 << 20, 2, "reduce", waits=True)
     took = seconds(trace(product(1024, "float32"), ring, cut=Cut("ddp", world_size=2)), two)
     assert took.mid > shared.mid + (1 << 20) / 1e9
+
+
+# ------------------------------------------------------------------------------------------------ reading rows
+
+ROWS = "Photos, 1000 rows of 600 bytes"
+RATE = DataRate({0: 1000.0, 1: 900.0, 2: 1800.0, 4: 3000.0}, cores=4, cpu="A CPU")
+STEP = Seconds(0.09, 0.1, 0.12)
+
+
+def reading(workers: int | None, batch: int = 360, dataset: str = ROWS) -> Captured:
+    words = {"rows": 1000, "row_bytes": 600, "parameters": 1, "trainable": 1, "parameter_bytes": 4}
+    return Captured(global_batch_size=batch, **words, dataset=dataset, num_workers=workers)
+
+
+def test_an_update_takes_as_long_as_the_slower_of_computing_and_reading():
+    slow, data, bound = with_data(STEP, Cut(), machine(data={ROWS: RATE}), reading(2))
+    assert (data, bound, slow.mid) == (360 / 1800, "data", 360 / 1800)
+    assert slow.low < slow.mid < slow.high and "1,800 rows/s" in slow.because[-1] and "A CPU" in slow.because[-1]
+    fast, data, bound = with_data(STEP, Cut(), machine(data={ROWS: RATE}), reading(2, batch=18))
+    assert (data, bound) == (18 / 1800, "compute") and (fast.low, fast.mid, fast.high) == (0.09, 0.1, 0.12)
+
+
+def test_a_cpu_that_reads_its_rows_itself_does_one_after_the_other():
+    cpu = Machine("cpu", "the CPU", 1 << 30, "test", data={ROWS: RATE})
+    assert with_data(STEP, Cut(), cpu, reading(0))[0].mid == pytest.approx(0.1 + 0.36)
+    assert with_data(STEP, Cut(), machine(data={ROWS: RATE}), reading(0))[0].mid == 0.36, "a GPU computes meanwhile"
+
+
+@pytest.mark.parametrize(
+    "ranks, workers, rate",
+    [
+        (1, 1, 900),
+        (1, 3, 1800),
+        (2, 2, 3000),
+        (8, 4, 3000),
+        (2, 0, 2000),
+        (8, 0, 4000),
+        (1, None, 3000),
+        (2, None, 3000),
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores(ranks, workers, rate):
+    assert RATE.of(ranks, workers)[0] == rate
+    boxes = machine(gpus=ranks, nodes=2, data={ROWS: RATE})
+    assert with_data(STEP, Cut("ddp", world_size=2 * ranks), boxes, reading(workers))[1] == 360 / (2 * rate)
+
+
+def test_a_rate_or_a_time_that_is_not_known_stays_unknown():
+    took, data, bound = with_data(
+        STEP, Cut(), machine(data={ROWS: RATE}), reading(2, dataset="Photos, 999 rows of 600 bytes")
+    )
+    assert (took.mid, data, bound) == (
+        0.1,
+        None,
+        None,
+    ) and "its rate was not measured for this dataset" in took.because[-1]
+    took, data, bound = with_data(Seconds(None, None, None), Cut(), machine(data={ROWS: RATE}), reading(2))
+    assert (took.mid, data, bound) == (None, 0.2, None)
+
+
+@pytest.mark.parametrize("kept", [{"rows_per_second": {"1": 9.0}}, {"rows_per_second": {"0": 0}}, 7])
+def test_broken_rates_are_an_error(tmp_path, kept):
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps({"gpus": {}, "data": {ROWS: kept}}))
+    with pytest.raises(UsageError, match="is no calibration"):
+        calibrated(machine(), file)

@@ -200,7 +200,25 @@ def picks_rows(model, batch):
     return model(x).sum()
 
 
-@pytest.mark.parametrize(("loss_fn", "line"), [(reads_a_value, "loss.item()"), (picks_rows, "x[x[:, 0] > 0]")])
+def looks_for_indices(model, batch):
+    kept = batch[1].nonzero()  # a third line
+    return model(batch[0]).sum() * len(kept)
+
+
+def asks_a_tensor(model, batch):
+    loss = model(batch[0]).sum()
+    return -loss if loss > 0 else loss  # a fourth line
+
+
+READS = [
+    (reads_a_value, "loss.item()"),
+    (picks_rows, "x[x[:, 0] > 0]"),
+    (looks_for_indices, "nonzero()"),
+    (asks_a_tensor, "if loss > 0"),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "line"), READS)
 @pytest.mark.parametrize("forked", [False, True])
 def test_the_line_that_prevents_tracing_is_named(loss_fn, line, forked):
     model = Mlp()

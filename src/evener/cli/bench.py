@@ -35,6 +35,7 @@ examples:
   evener bench step --nproc 2 --json           one object, for a program
   evener bench matmul memory --calibrate       `evener plan` prices time with this GPU's own figures
   evener bench matmul --cpu --calibrate        `evener report` says what share of this CPU's peak a run used
+  evener bench data --dataset train.py:make --calibrate    `evener plan` knows when reading rows takes longer
 Ctrl-C ends it and shows what has been measured so far.
 """
 Result = Mapping[str, Any]
@@ -70,9 +71,9 @@ def main(argv: Sequence[str]) -> int:
     if not given.seconds > 0 or not given.longest > 0:
         raise UsageError("--seconds and --longest are above 0.")
     gpus = 0 if given.cpu else len(look.look(os.environ).gpus)
-    if given.calibrate and gpus == 0 and not {"matmul", "memory", "comm"} & set(parts):
-        fix = ["evener bench matmul memory --cpu --calibrate"]
-        raise UsageError("--calibrate: of a CPU what matmul, memory and comm measure is kept.", fix=fix)
+    if given.calibrate and not {"matmul", "memory", "comm", *["data"] * bool(given.dataset)} & set(parts):
+        fix = ["evener bench matmul memory --calibrate", "evener bench data --dataset FILE.py:NAME --calibrate"]
+        raise UsageError("--calibrate: what matmul, memory, comm, and data with --dataset, measure is kept.", fix=fix)
     asked = {name: getattr(given, name) for name in ("seconds", "longest", "dataset")}
     asked |= {"cpu": gpus == 0, "show": not given.json or sys.stderr.isatty()}
     groups: dict[int, list[str]] = {}  # what needs several processes runs under the launcher, the rest in one
@@ -123,10 +124,12 @@ def calibration(machine: Mapping[str, Any], results: Sequence[Result]) -> tuple[
     found: dict[str, float] = {}
     products = [one for one in results if one["part"] == "matmul"]
     copies = [one["bytes_per_second"] for one in results if one.get("name", "").startswith("copy on")]
-    buses = [one["bus_bytes_per_second"] for one in results if one["part"] == "comm" and one["name"] == "all_reduce"]
+    buses = [one["bus_bytes_per_second"] for one in results if one["name"] == "all_reduce" and "note" not in one]
     for one in results:
-        if one["part"] == "memory" and one["bytes_per_second"] is None:
+        if one["name"] == "launch of one operation":
             found["launch_us"] = one["seconds"] * 1e6
+        if one.get("held_bytes"):
+            found["nccl_bytes" if one["part"] == "comm" else "context_bytes"] = one["held_bytes"]
     if machine.get("device") == "cpu":
         for speed, measured in (("memory", copies), ("network", buses)):
             found |= {f"{speed}_bytes_per_second": max(measured)} if measured else {}
@@ -145,18 +148,35 @@ def calibration(machine: Mapping[str, Any], results: Sequence[Result]) -> tuple[
     return "gpus", kind.name, found
 
 
+def data_rates(results: Sequence[Result]) -> tuple[str, dict[str, Any]] | None:
+    """What a calibration calls the dataset that `--dataset` gave, and its rows per second by number of workers."""
+    rows = [one for one in results if one["part"] == "data"]
+    if not rows or "dataset" not in (last := rows[-1]):
+        return None
+    rates = {str(one["workers"]): one["rows_per_second"] for one in rows if "workers" in one}
+    return last["dataset"], {"rows_per_second": rates, "cores": last["cores"], "cpu": last["cpu"]}
+
+
 def keep(machine: Mapping[str, Any], results: Sequence[Result]) -> None:
     from evener.plan.make import calibration_path
     from evener.report.folder import write_json
 
-    (where, name, found), path = calibration(machine, results), calibration_path()
+    path = calibration_path()
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for devices in ("gpus", "cpus"):
+    for devices in ("gpus", "cpus", "data"):
         known.setdefault(devices, {})
-    known[where][name] = {**known[where].get(name, {}), **found}
+    kept = dict[str, Mapping[str, float]]()
+    if (rows := data_rates(results)) is not None:
+        name, known["data"][name] = rows
+        kept[name] = {f"{workers} workers": rate for workers, rate in rows[1]["rows_per_second"].items()}
+    if any(one["part"] in ("matmul", "memory", "comm") for one in results) or not kept:
+        where, name, found = calibration(machine, results)
+        known[where][name] = {**known[where].get(name, {}), **found}
+        kept[name] = found
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, known)
-    print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())} -> {path}", file=sys.stderr)
+    for name, values in kept.items():
+        print(f"{name}: {', '.join(f'{key} {value:.3g}' for key, value in values.items())} -> {path}", file=sys.stderr)
 
 
 def page(machine: Mapping[str, Any], results: Sequence[Result]) -> list[str]:

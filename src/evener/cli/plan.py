@@ -136,9 +136,9 @@ def page(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterato
     yield from table(plan, captured, everything=everything)
     if chosen is not None and chosen.at_peak:
         yield ""
-        yield f"alive at the peak ({chosen.phase}, {amount(chosen.peak_allocated_bytes)} allocated)"
+        yield f"alive at the peak ({chosen.phase}): {amount(sum(one.bytes for one in chosen.at_peak))} of tensors"
         yield from _peak(chosen.at_peak)
-        terms = ", ".join(_term(one) for one in chosen.terms if one.high_bytes >= 1 << 20)
+        terms = "; ".join(_term(one) for one in chosen.terms if one.high_bytes >= 1 << 20)
         yield from _wrapped(f"beside it: {terms}", "    ", "  ") if terms else ()
     told = {"one more, one less": plan.neighbours, "not counted": plan.untraced, "notes": plan.notes}
     for title, lines in told.items():
@@ -153,15 +153,16 @@ def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterat
     most = max((row.high_bytes or 0 for row in shown), default=0)
     unit, name = (1 << 30, "GiB") if most >= 2 << 30 else (1 << 20, "MiB")
     head = ["", "strategy", "dtype", "recompute", "saved", "pieces"]
-    lines = [[*head, "alloc", "resv", "total", "low-high", "update", "rows/s", f"({name})"]]
+    lines = [[*head, "alloc", "resv", "total", "low-high", "update", "rows/s", f"sizes: {name}"]]
     for row in shown:
         cut = row.cut
         low, high = _number(row.low_bytes, unit), _number(row.high_bytes, unit)
         words = (cut.strategy, cut.precision, cut.activation_checkpointing, cut.saved_activations)
         sizes = (row.peak_allocated_bytes, row.peak_reserved_bytes, row.device_total_bytes)
+        took = duration(row.seconds_per_update) + " data" * (row.bound_by == "data")
         speed = "?" if row.rows_per_second is None else f"{row.rows_per_second:,.0f}"
         cells = [">" if row is plan.chosen else "", *words, f"{cut.microbatches} x {cut.microbatch_size}"]
-        cells += [*(_number(size, unit) for size in sizes), f"{low}-{high}", duration(row.seconds_per_update), speed]
+        cells += [*(_number(size, unit) for size in sizes), f"{low}-{high}", took, speed]
         lines.append([*cells, row.verdict])
     if all(row.cut.saved_activations == "keep" for row in shown):
         lines = [line[:4] + line[5:] for line in lines]
@@ -176,7 +177,8 @@ def table(plan: Plan, captured: Captured, *, everything: bool = False) -> Iterat
         yield from _wrapped(f"{row.verdict}: {what}: {reason}", "    ", "  ")
     if plan.chosen is not None and plan.chosen.seconds_low:
         low, high = duration(plan.chosen.seconds_low), duration(plan.chosen.seconds_high)
-        yield f"  time of the chosen cut: {low} to {high} an update"
+        bound = f", bound by {plan.chosen.bound_by}" if plan.chosen.bound_by else ""
+        yield f"  time of the chosen cut: {low} to {high} an update{bound}"
 
 
 def _worth(row: Row, plan: Plan) -> bool:
@@ -219,10 +221,16 @@ def _peak(shares: Sequence[Share]) -> Iterator[str]:
         if total[category] * 200 < sum(total.values()):
             continue
         named = [f"{name} {amount(size)}" for name, size in modules[category].most_common(3) if name != "-"]
-        rest = len(modules[category]) - len(named)
-        more = f"; {rest} more" if named and rest else ""
-        line = f"{amount(total[category]):>10}  {category:<13}  {', '.join(named)}{more}"
-        yield "  " + (line if len(line) <= 97 else line[:94] + "...").rstrip()
+        line = _named(named, len(modules[category]))
+        while len(named) > 1 and len(line) > 70:
+            named.pop()
+            line = _named(named, len(modules[category]))
+        line = line if len(line) <= 71 else f"{line[:68]}..."
+        yield f"  {amount(total[category]):>10}  {category:<13}  {line}".rstrip()
+
+
+def _named(modules: list[str], count: int) -> str:
+    return ", ".join(modules) + f"; {count - len(modules)} more" * (0 < len(modules) < count)
 
 
 def _term(one: Term) -> str:

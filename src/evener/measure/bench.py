@@ -7,6 +7,7 @@ percentile.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -23,16 +24,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from evener import batch as batches
 from evener import facts
+from evener.data import Cursor, Feed, Order, source_of
+from evener.data.source import Source
 from evener.dist import comm, info
 from evener.dist.device import device as choose_device
+from evener.dist.memory import DeviceMemory, memory
 from evener.engine import Engine
 from evener.engine.precision import bf16_is_native
 from evener.errors import EvenerError, UsageError
 from evener.limits import usable_cpus
 from evener.measure.flops import FlopCounter
+from evener.plan.captured import dataset_words
 
 _SAMPLE_SECONDS = 0.02
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -145,6 +151,16 @@ class Bench:
         self.show("one small operation after the other")
         little = torch.zeros(1, device=self.device)
         yield {"name": "launch of one operation", "bytes": 4, "bytes_per_second": None, **self.times(little.zero_)}
+        if self.device.type == "cuda":  # after a whole step: kernels are loaded when they are first used
+            _, model, batch = next(networks())
+            optimizer = torch.optim.AdamW(model.to(self.device).parameters(), lr=1e-4)
+            Engine(model, optimizer, loss_fn, device=self.device).step(tuple(part.to(self.device) for part in batch))
+            yield held("CUDA context and kernels", self.beside())
+
+    def beside(self) -> int | None:
+        torch.accelerator.synchronize(self.device)
+        here = f"cuda:{torch.accelerator.current_device_index() if self.device.index is None else self.device.index}"
+        return beside_torch(next(one for one in memory().devices if one.device == here))
 
     def comm(self) -> Iterator[dict[str, Any]]:
         """Every collective of evener.comm. `bus` is what the busiest link carries, as NVIDIA's nccl-tests count it."""
@@ -152,7 +168,10 @@ class Bench:
         if world == 1:
             yield {"name": "none", "note": "one process: every collective is the identity; --nproc 2 measures"}
             return
-        group = nn.Linear(1, 1)
+        group, before = nn.Linear(1, 1), None
+        if self.device.type == "cuda":
+            torch.ones(1, device=self.device).add_(1)  # now there is a context
+            before = self.beside()
         Engine(group, torch.optim.SGD(group.parameters(), lr=0.0), device=self.device)  # makes or adopts the group
         rank, part = info.here().rank, (world - 1) / world
         factors = {"all_reduce": 2 * part, "all_gather": part, "broadcast": 1.0, "reduce": 1.0, "gather": part}
@@ -174,6 +193,9 @@ class Bench:
                 if slow and power < 30:
                     yield {"name": name, "note": f"larger sizes left out: over {self.asked['longest']:g} s a call"}
                     break
+        if self.device.type == "cuda":
+            after = self.beside()
+            yield held("NCCL", None if before is None or after is None else after - before)
         self.show("barrier, scatter of JSON")
         yield {"name": "barrier", "bytes": 4, "correct": True, **self.times(comm.barrier, together=True)}
         items = [{"rank": i, "text": "x" * 100} for i in range(world)] if rank == 0 else None
@@ -183,24 +205,25 @@ class Bench:
 
     def data(self) -> Iterator[dict[str, Any]]:
         dataset, said = dataset_of(self.asked["dataset"])
-        cores = usable_cpus()
+        source, cores = source_of(dataset), usable_cpus()
         rates: dict[int, float] = {}
+        (piece,) = next(feed(source, 2, 0).portions(Cursor(0, 0))).pieces
+        row_bytes = sum(leaf.nbytes for _, leaf in batches.leaves(piece.batch)) // piece.rows
+        words = dataset_words(type(source.dataset).__name__, source.rows, row_bytes)
         for workers in sorted({0, 1, 2, 4, 8, 16, cores} & set(range(cores + 1))):
             self.show(f"{said}, {workers} workers")
-            loader = DataLoader(dataset, 32, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
-            rows_per_second = []
-            for _ in range(3):  # the first pass starts the workers
-                rows, began = 0, time.perf_counter()
-                for _ in loader:
-                    rows += 32
-                    if time.perf_counter() - began > self.seconds:
-                        break
-                rows_per_second.append(min(rows, len(dataset)) / (time.perf_counter() - began))
+            with contextlib.closing(feed(source, 32, workers)) as reader:
+                portions, rows_per_second = reader.portions(Cursor(0, 0)), []
+                for _ in range(3):  # in the first the workers start
+                    rows, began = 0, time.perf_counter()
+                    while time.perf_counter() - began < self.seconds:
+                        rows += next(portions).rows
+                    rows_per_second.append(rows / (time.perf_counter() - began))
             rates[workers] = statistics.median(rows_per_second[1:])
-            del loader
             yield {"name": said, "workers": workers, "rows_per_second": rates[workers]}
         enough = min(count for count, rate in rates.items() if rate >= 0.95 * max(rates.values()))
-        yield {"name": said, "recommended_workers": enough, "rows_per_second": rates[enough]}
+        about = {"dataset": words, "cpu": info.cpu_name(), "cores": cores} if self.asked["dataset"] else {}
+        yield {"name": said, "recommended_workers": enough, "rows_per_second": rates[enough], **about}
 
     def step(self) -> Iterator[dict[str, Any]]:
         """One update of two networks; the share is (FLOPs / the fastest product measured here) / time."""
@@ -220,6 +243,28 @@ class Bench:
             rate, rows = counter.total / taken["seconds"], len(batch[0]) * info.here().world_size
             told = {"name": title, "precision": name, "flops": counter.total, "flops_per_second": rate}
             yield told | {"share_of_roofline": rate / peak, "rows_per_second": rows / taken["seconds"], **taken}
+
+
+def beside_torch(one: DeviceMemory) -> int | None:
+    """Bytes of a GPU that this process takes beside torch's allocator; None where others hold some, or may."""
+    if one.others != () or one.free_bytes is None or one.total_bytes is None or one.reserved_bytes is None:
+        return None
+    held = one.total_bytes - one.free_bytes - one.reserved_bytes
+    return held if held > 0 else None
+
+
+def held(name: str, count: int | None) -> dict[str, Any]:
+    """A result without a time."""
+    if count is None or count <= 0:
+        return {"name": name, "held_bytes": None, "note": "not known: others hold memory of this GPU, or may"}
+    return {"name": name, "held_bytes": count, "note": f"{count / facts.MIB:,.0f} MiB beside torch's allocator"}
+
+
+def feed(source: Source, rows: int, workers: int) -> Feed:
+    """As a run reads: tensors in memory are gathered, other rows are fetched one by one."""
+    how: dict[str, Any] = {"drop_last": False, "rank": 0, "world_size": 1, "device": torch.device("cpu"), "seed": 0}
+    how |= {"cut": lambda here: [(0, here)], "num_workers": workers, "global_batch_size": min(rows, source.rows)}
+    return Feed(source, Order(source.rows, 0, source.order or "shuffle"), **how)
 
 
 def rightly(name: str, got: Any, pattern: torch.Tensor, rank: int, world: int) -> bool:

@@ -38,6 +38,8 @@ class Captured:
         cpu_precision: What precision="auto" is on this machine's CPU.
         on_cpu: Lines of the script that said "cuda" before the Run.
         cpu: What the kernel calls this machine's processor.
+        dataset: What a calibration calls this dataset, see `dataset_words`; "" for a stream.
+        num_workers: Of each rank; None: the automatic number for rows that are not in memory.
     """
 
     global_batch_size: int
@@ -54,11 +56,18 @@ class Captured:
     cpu_precision: str = "fp32"
     on_cpu: tuple[str, ...] = ()
     cpu: str = ""
+    dataset: str = ""
+    num_workers: int | None = 0
 
     def asked(self, keyword: str) -> Any:
         """The keyword's value where the script, its file or a flag gives one; None where it is open, or "auto"."""
         value = self.given.get(keyword, {}).get("value")
         return None if value == "auto" else value
+
+
+def dataset_words(kind: str, rows: int, row_bytes: int) -> str:
+    """What `evener bench data` and a plan call the same dataset: its class, its length, and a row's bytes."""
+    return f"{kind}, {rows} rows of {row_bytes} bytes"
 
 
 class Child:

@@ -14,15 +14,32 @@ not say makes the time unknown (None), with the reason: never another GPU's figu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evener import facts
 from evener.facts import GpuKind
+from evener.plan.captured import Captured
 from evener.plan.values import Collective, Cut, Op, Trace
 
 _PEAKS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _US = 1e-6
+
+
+@dataclass(frozen=True)
+class DataRate:
+    """Rows per second that one process got of a dataset, by number of data workers, and on what."""
+
+    rows_per_second: Mapping[int, float]
+    cores: int
+    cpu: str
+
+    def of(self, ranks: int, workers: int | None) -> tuple[float, int]:
+        """(rows/s of so many ranks of one machine, workers of each). Workers None: the automatic number."""
+        workers = min(4, self.cores // ranks) if workers is None else workers
+        if workers == 0:
+            return min(ranks, self.cores) * self.rows_per_second[0], 0
+        return self.rows_per_second[max(n for n in self.rows_per_second if n <= ranks * workers)], workers
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,7 @@ class Machine:
     gpus: Per node; on the CPU, processes. kind: None where nothing is known of one. capacity_bytes: What one rank may
     use. nvlink: Whether collectives inside a node go over NVLink; None: assumed where the sheet has links that are made
     for whole boards, and said. calibration: Measured efficiencies of this kind; empty: the shipped ranges.
+    data: Measured rows/s, by dataset.
     """
 
     device: str
@@ -43,6 +61,7 @@ class Machine:
     kind: GpuKind | None = None
     nvlink: bool | None = None
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, DataRate] = field(default_factory=dict)
 
     @property
     def kind_name(self) -> str:
@@ -106,7 +125,7 @@ class Seconds:
 
 
 def seconds(trace: Trace, machine: Machine, *, tf32: bool = False) -> Seconds:
-    """Time of one steady update of the traced cut. Data loading is not in it."""
+    """Time of one steady update of the traced cut, without data loading (`with_data`)."""
     unknown = _unknown(trace, machine, tf32)
     if unknown:
         return Seconds(None, None, None, unknown)
@@ -118,6 +137,32 @@ def seconds(trace: Trace, machine: Machine, *, tf32: bool = False) -> Seconds:
     if trace.cut.ranks > machine.gpus and not machine.calibration.get("internode_gb_per_s"):
         notes.append("the network between nodes is a guess of 3 to 50 GB/s per GPU")
     return Seconds(ends["low"], ends["mid"], ends["high"], tuple(notes))
+
+
+def with_data(
+    took: Seconds, cut: Cut, machine: Machine, captured: Captured
+) -> tuple[Seconds, float | None, str | None]:
+    """Time with the rows' reading, which is hidden behind the step or hides it; the reading's; which one bounds it.
+
+    t = max(t(update), rows / rate), and their sum where the CPU that computes reads the rows, without data workers
+    """
+    known = machine.data.get(captured.dataset)
+    if known is None:
+        why = "data loading is not in the time: its rate was not measured for this dataset"
+        how = "`evener bench data --dataset FILE.py:NAME --calibrate` does"
+        return replace(took, because=(*took.because, f"{why} ({how})")), None, None
+    rate, workers = known.of(max(1, cut.world_size // machine.nodes), captured.num_workers)
+    data = captured.global_batch_size / (rate * machine.nodes)
+    said = f"{rate:,.0f} rows/s a machine with {workers} data workers a rank, measured on {known.cpu}"
+    took = replace(took, because=(*took.because, f"data: {said}"))
+    if took.low is None or took.mid is None or took.high is None:
+        return took, data, None
+    serial = machine.device != "cuda" and workers == 0
+    low, mid, high = (
+        seconds + reading if serial else max(seconds, reading)
+        for seconds, reading in ((took.low, data / 1.1), (took.mid, data), (took.high, data / 0.8))
+    )
+    return Seconds(low, mid, high, took.because), data, "data" if data > took.mid else "compute"
 
 
 def _unknown(trace: Trace, machine: Machine, tf32: bool) -> tuple[str, ...]:

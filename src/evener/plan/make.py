@@ -18,7 +18,7 @@ from evener.gpus import look
 from evener.gpus.values import Gpu, Snapshot
 from evener.plan import search
 from evener.plan.captured import Captured
-from evener.plan.clock import Machine
+from evener.plan.clock import DataRate, Machine
 from evener.plan.search import Book, Plan, Row, Tracer
 from evener.plan.values import Cut
 
@@ -120,8 +120,10 @@ def calibrated(machine: Machine, path: Path | None = None, *, cpu: str = "") -> 
         on_cpu = machine.device == "cpu"
         found = known.get("cpus", {}).get(cpu, {}) if on_cpu else known["gpus"].get(machine.kind_name, {})
         values = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+        data = {name: _rate(one) for name, one in known.get("data", {}).items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UsageError(f"{where} is no calibration.", evidence=[repr(error)], fix=["delete it"]) from None
+    machine = replace(machine, data=data)
     if on_cpu and values:  # no sheet: what was measured is the peak, and processes share it
         peak = {name: values[name] / machine.gpus for name in ("fp32", "bf16", "fp16") if name in values}
         memory, network = (values.get(f"{name}_bytes_per_second") for name in ("memory", "network"))
@@ -130,6 +132,13 @@ def calibrated(machine: Machine, path: Path | None = None, *, cpu: str = "") -> 
         values = {"matmul": 1.0, "memory": 1.0, "network": 1.0, "launch_us": values.get("launch_us", 0.0)}
         return replace(machine, kind=kind, calibration=values)
     return replace(machine, calibration=values)
+
+
+def _rate(kept: Mapping[str, Any]) -> DataRate:
+    rates = {int(workers): float(rate) for workers, rate in kept["rows_per_second"].items()}
+    if 0 not in rates or min(rates.values()) <= 0:
+        raise ValueError(rates)
+    return DataRate(rates, int(kept["cores"]), str(kept["cpu"]))
 
 
 def make(
@@ -197,6 +206,11 @@ def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: M
         least = min((size for row in rows if (size := row.device_total_bytes or row.low_bytes)), default=None)
         return [room, f"the smallest cut needs {search.amount(least)}"] if least else [room]
     lines = [f"{search.amount(chosen.device_total_bytes)} (up to {search.amount(chosen.high_bytes)}) of {room}"]
+    if chosen.bound_by == "data":
+        reading = search.duration(chosen.data_seconds)
+        lines.append(
+            f"reading its rows takes {reading} an update, longer than computing: more num_workers, cheaper rows"
+        )
     for name in DECIDED:
         if captured.asked(name) is not None:
             lines.append(f"{name}={captured.given[name]['value']!r} was given ({captured.given[name]['origin']})")
@@ -208,12 +222,19 @@ def _reasons(chosen: Row | None, rows: list[Row], captured: Captured, machine: M
 def _notes(rows: list[Row], left: list[Cut], captured: Captured, machine: Machine) -> tuple[str, ...]:
     names = [one.words().rpartition(",")[0] for one in left]
     notes = [f"not compared, for the sake of time (--all does): {'; '.join(names)}"] * bool(left)
-    notes += [line for row in rows for line in row.notes]
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        for line in row.notes:
+            told.setdefault(line, []).append(row.cut.precision)
+    every = {row.cut.precision for row in rows if row.notes}
+    notes += [
+        line if every == set(of) else f"{line}, in {' and '.join(dict.fromkeys(of))}" for line, of in told.items()
+    ]
     if captured.on_cpu:
         where = ", ".join(captured.on_cpu[:4])
         notes.append(f"the script says cuda before its Run ({where}): taken for the CPU here; leave the device to Run")
-    if (line := remembered(machine.kind_name)) is not None:
-        notes.append(line)
+    if (past := remembered(machine.kind_name)) is not None:
+        notes.append(past)
     guessed = {term.name for row in rows for term in row.terms if term.how == "guessed"}
     if guessed:
         notes.append(f"ranges of the shipped table, not measured on this kind of machine: {', '.join(sorted(guessed))}")

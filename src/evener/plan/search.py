@@ -49,6 +49,8 @@ class Row:
     seconds_per_update: float | None = None
     seconds_low: float | None = None
     seconds_high: float | None = None
+    data_seconds: float | None = None  # of reading its rows, where that was measured
+    bound_by: str | None = None  # "compute" or "data"; None where one of both is not known
     rows_per_second: float | None = None
     phase: str = ""
     how: str = ""
@@ -147,7 +149,8 @@ def price(trace: Trace, machine: Machine, captured: Captured) -> Row:
             again = replay(trace.events, workspaces=workspaces, capacity=max(0, left)).failed_at is None
     total = reserved + sum(term.bytes for term in base)
     high += sum(term.high_bytes for term in base)
-    took = clock.seconds(trace, machine, tf32=cut.precision == "tf32")
+    computed = clock.seconds(trace, machine, tf32=cut.precision == "tf32")
+    took, data, bound = clock.with_data(computed, cut, machine, captured)
     guessed = [f"{term.name}: {term.source}" for term in terms if term.how == "guessed"]
     return Row(
         cut,
@@ -160,6 +163,8 @@ def price(trace: Trace, machine: Machine, captured: Captured) -> Row:
         seconds_per_update=took.mid,
         seconds_low=took.low,
         seconds_high=took.high,
+        data_seconds=data,
+        bound_by=bound,
         rows_per_second=captured.global_batch_size / took.mid if took.mid else None,
         phase=peak.phase,
         how=trace.how,
@@ -367,10 +372,12 @@ def neighbour(book: Book, captured: Captured, machine: Machine, world: int) -> s
 
 
 def amount(count: int | None) -> str:
-    """For readers: 12.34 GiB, 56.7 MiB, ? where it is not known."""
+    """For readers: 12.34 GiB, 56.7 MiB, 8.9 KiB, ? where it is not known."""
     if count is None:
         return "?"
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+    if count >= GIB:
+        return f"{count / GIB:.2f} GiB"
+    return f"{count / MIB:.1f} MiB" if count >= MIB or count == 0 else f"{count / 1024:.1f} KiB"
 
 
 def duration(seconds: float | None) -> str:

@@ -29,12 +29,14 @@ from torch.overrides import TorchFunctionMode
 from evener import batch as batches
 from evener.config import Config, ConfigFile, RunKeywords
 from evener.data import Cursor, make_feed, source_of
+from evener.data.columns import Columns
+from evener.data.source import Source
 from evener.dist.info import cpu_name
 from evener.engine import batchnorm as bn
 from evener.engine.precision import decide
 from evener.engine.setup import by_name, decide_batch
 from evener.errors import UsageError
-from evener.plan.captured import Captured
+from evener.plan.captured import Captured, dataset_words
 from evener.plan.make import calibrated, machine_of, make
 from evener.plan.search import Plan
 from evener.plan.values import Cut, Trace
@@ -169,7 +171,7 @@ def _look(
         what = "this script's loop says which loss belongs to which optimizer: evener plan does not see it."
         raise UsageError(what, fix=["evener.make_plan(model, optimizer, loss_fn, dataset, ...) plans one of them"])
     whole = torch.nn.ModuleList(models.values())
-    batch, rows, total = sample(config, dataset)
+    batch, rows, source, words = sample(config, dataset)
     coupled = bn.has_batchnorm(whole) and config.batchnorm != "sync"
     slices = decide_batch(
         global_batch_size=config.global_batch_size,
@@ -186,7 +188,7 @@ def _look(
     known = config.as_json()
     captured = Captured(
         global_batch_size=config.global_batch_size,
-        rows=total,
+        rows=None if source.stream else source.rows,
         row_bytes=sum(leaf.nbytes for _, leaf in batches.leaves(batch)) // rows,
         parameters=sum(one.numel() for one in parameters),
         trainable=sum(one.numel() for one in parameters if one.requires_grad),
@@ -199,12 +201,22 @@ def _look(
         process_bytes=max(0, psutil.Process().memory_info().rss - held),
         on_cpu=on_cpu,
         cpu=cpu_name(),
+        dataset=words,
+        num_workers=_workers(config, source),
     )
     return Step(model, optimizer, loss_fn, batch, {name: getattr(config, name) for name in known}), captured
 
 
-def sample(config: Config, dataset: Any) -> tuple[Any, int, int | None]:
-    """A few real rows as the loss function gets them, how many, and how many the dataset has (None: a stream)."""
+def _workers(config: Config, source: Source) -> int | None:
+    """As `Feed` decides, but for the number of CPUs, which are those of another machine."""
+    if config.num_workers != "auto":
+        return config.num_workers
+    gathered = isinstance(source.dataset, Columns) and config.collate_fn is None and source.collate_fn is None
+    return 0 if gathered or (source.in_memory and source.num_workers is None) else source.num_workers
+
+
+def sample(config: Config, dataset: Any) -> tuple[Any, int, Source, str]:
+    """A few real rows as the loss function gets them, how many, of what, and what a calibration calls that."""
     source = source_of(dataset, config.stream)
     feed = make_feed(
         source,
@@ -224,9 +236,11 @@ def sample(config: Config, dataset: Any) -> tuple[Any, int, int | None]:
     with contextlib.closing(feed):
         piece = next(iter(feed.portions(Cursor(0, 0), updates=1))).pieces[0]
     batch = piece.batch
+    row_bytes = sum(leaf.nbytes for _, leaf in batches.leaves(batch)) // piece.rows
+    words = "" if source.stream else dataset_words(type(source.dataset).__name__, source.rows, row_bytes)
     if config.prepare is not None:
         batch = config.prepare(batch, torch.Generator().manual_seed(config.seed))
-    return batch, piece.rows, None if source.stream else source.rows
+    return batch, piece.rows, source, words
 
 
 if __name__ == "__main__":
