@@ -5,6 +5,8 @@ None of these texts is among the cases. They are written from what libraries, dr
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from evener.explain import explain_text
@@ -578,6 +580,27 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
     ]
     # The same whatever the order in which the ranks were heard.
     assert explain_text("\n".join(reversed(text.splitlines()))).kind == "oom-capacity"
+
+
+def test_what_only_nccl_has_is_advised_only_where_nccl_timed_out():
+    nccl = (
+        "[rank0]:[E1 10:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=9, NumelOut=9, Timeout(ms)=600000) ran for 600001 milliseconds"
+    )
+    waited = "[rank0]: RuntimeError: [unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
+    barrier = "[rank0]: RuntimeError: Rank 5 failed to pass monitoredBarrier in 1800000 ms"
+    for language in ("en", "zh"):
+        answer = explain_text(nccl, language)
+        advice = "\n".join([*answer.fix, *answer.confirm, *answer.avoid])
+        assert all(word in advice for word in ("TORCH_FR_BUFFER_SIZE", "SeqNum", "NCCL_BLOCKING_WAIT")), advice
+        for text in (waited, barrier):
+            answer = explain_text(text, language)
+            advice = "\n".join([*answer.cause, *answer.fix, *answer.confirm, *answer.avoid])
+            assert answer.kind == "nccl-timeout" and not re.search("NCCL|SeqNum|TORCH_FR", advice), advice
+            assert "monitored_barrier()" in advice and "py-spy" in advice
+    ended = "  rank      : 1 (local_rank: 1)\n  exitcode  : -6 (pid: 41)"
+    assert explain_text(f"distributed_backend=gloo\n{ended}").kind == "native-abort", "no watchdog ended it"
+    assert explain_text(ended).sub_cause == "abort"
 
 
 def test_after_a_device_assert_everything_else_is_noise():

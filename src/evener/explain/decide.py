@@ -26,6 +26,11 @@ def timeout(match: Match, facts: Facts) -> bool:
     """Who did not come: compared within one process group; the silent rank is suspected."""
     waits = [one for one in facts.waited if one.rank is not None]
     match.rank, match.known = None, False
+    if match.ended is not None and not waits and re.search(r"(?i)\bgloo\b", facts.everything):
+        match.become("native-abort")  # gloo has no watchdog that aborts
+        return True
+    if facts.waited or match.ended is not None or re.search(r"NCCL|SeqNum|[Ww]atchdog", match.flat):
+        match.values["backend"] = "NCCL"  # what only it has is advised only then
     if match.ended is not None and not waits:
         match.sub, match.confidence, match.alternatives = "abort", "low", ["native-abort", "illegal-memory-access"]
         return True
@@ -187,15 +192,16 @@ def duplicate(match: Match, facts: Facts) -> bool:
 def messenger(match: Match, facts: Facts) -> bool:
     """A rank that reports a lost peer is a victim. When all but one are victims, the other one is left."""
     victims = {match.rank} if isinstance(match.rank, int) else set()
+    victims |= {rank for one in facts.raised if _LOST.search(one.text) and (rank := one.lines[0].rank) is not None}
     match.rank, match.known = None, False
     table = {one.rank for one in facts.ended if one.summary and one.code not in (-15, -2)}
     if table and table <= {line.rank for line in facts.lines if _LOST.search(line.text)}:
         match.become("torchrun-hidden-root-cause")
         match.stage = LATE
         return launcher(match, facts)
-    rest = facts.ranks - victims
+    rest = (facts.ranks | set(range(facts.world_size or 0))) - victims
     ended = any(one.rank in rest for one in facts.ended)
-    if victims and len(rest) == 1 and (ended or facts.world_size == len(facts.ranks)):
+    if victims and len(rest) == 1 and (ended or facts.world_size == len(victims | rest)):
         match.rank, match.known = min(rest), ended
     if found := re.search(r"(?:peer|from|with|localRank) \[?([\w.:-]+?)\]?<(\d+)>|by peer \[([^\]]+)\]", match.flat):
         match.values["peer"] = found[1] or found[3]

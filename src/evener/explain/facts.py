@@ -141,7 +141,8 @@ class Facts:
 
 
 _WORLD = re.compile(
-    r"\bworld[ _-]?size\W{1,4}(\d{1,5})\b|--nproc[_-]per[_-]node[= ](\d+)|nranks (\d+)|\d+/(\d+) clients joined"
+    r"\bworld[ _-]?size\W{1,4}(\d{1,5})\b|--nproc[_-]per[_-]node[= ](\d+)|nranks (\d+)|\d+/(\d+) clients joined|"
+    r"\bMEMBER: \d+/(\d+)"
 )
 
 
