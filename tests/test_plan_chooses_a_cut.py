@@ -26,6 +26,7 @@ from evener.plan import search
 from evener.plan.captured import Captured
 from evener.plan.clock import Machine
 from evener.plan.values import Alloc, Cut, Free, Op, Trace
+from evener.run.predicted import compare
 
 GIB = 1 << 30
 H100 = facts.named("H100-80GB")
@@ -210,12 +211,30 @@ def test_a_calibration_and_earlier_runs_are_read_and_said(tmp_path, monkeypatch)
     measured = making.calibrated(machine())
     plan = making.make(model(10, 0.5), captured(), measured, neighbours=False)
     assert "calibrated" in plan.notes
-    assert "2 planned runs on H100-80GB ended between -10.0% and +5.0% of their prediction" in plan.notes
+    assert "2 planned runs on H100-80GB ended between -10.0% and +5.0% of the predicted peak" in plan.notes
+    making.remember(
+        {"kind": "H100-80GB", "predicted_bytes": 1, "real_bytes": 1, "predicted_seconds": 2, "real_seconds": 3}
+    )
+    assert "+5.0% of the predicted peak; between +50% and +50% of the predicted time (1 of them)" in making.remembered(
+        "H100-80GB"
+    )
     (context,) = [term for term in plan.chosen.terms if "context" in term.name]
     assert (context.bytes, context.how) == (GIB, "modelled")
     making.calibration_path().write_text("[]")
     with pytest.raises(UsageError, match="is no calibration"):
         making.calibrated(machine())
+
+
+def test_a_planned_run_tells_its_peak_and_its_time_beside_what_was_predicted(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    predicted = {"device": "cpu", "kind": "cpu", "device_total_bytes": GIB, "seconds_per_update": 0.08}
+    line, fields = compare(predicted, torch.device("cpu"), updates=20, seconds=2.0)
+    assert line.endswith("an update took 100 ms, predicted 80 ms (+25%)") and fields["real_seconds"] == 0.1
+    assert json.loads((tmp_path / ".cache" / "evener" / "peaks.jsonl").read_text()) == {"kind": "cpu", **fields}
+    line, fields = compare(predicted, torch.device("cpu"), updates=2, seconds=2.0)
+    assert "update" not in line and fields["real_seconds"] is None, "the first update's warm-up is half of it"
+    line, fields = compare({**predicted, "device": "cuda", "peak_allocated_bytes": 5}, torch.device("cpu"), 20, 2.0)
+    assert "this is cpu" in line and fields["real_bytes"] is None
 
 
 def test_a_plan_fills_what_is_open_and_nothing_else():
@@ -307,7 +326,8 @@ def test_from_a_script_to_a_plan_to_a_run(tmp_path):
     )
     assert "peak memory" in ran.stdout + ran.stderr
     kept = json.loads((tmp_path / ".cache" / "evener" / "peaks.jsonl").read_text())
-    assert kept == {"kind": "cpu", "predicted_bytes": peak["predicted_bytes"], "real_bytes": peak["real_bytes"]}
+    sizes = {name: peak[name] for name in ("predicted_bytes", "real_bytes")}
+    assert kept == {"kind": "cpu", **sizes, "predicted_seconds": None, "real_seconds": None}
 
 
 @pytest.mark.full

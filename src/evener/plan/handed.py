@@ -60,7 +60,7 @@ class LaunchPlan:
         trial: What `evener verify` wants to see; None in every other job.
         capture: Descriptors (read, write) of `evener plan`: the first Run is traced instead of trained.
         decided: Keywords that a plan of `evener plan` decided; they fill what the script leaves open.
-        predicted: The peaks of that plan, in bytes, to be compared at the run's end; and whose they are.
+        predicted: That plan's peaks (bytes) and time (seconds), to be compared at the run's end; and whose they are.
     """
 
     run_id: str

@@ -261,16 +261,17 @@ def read_plan_file(path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
         if chosen is None:
             raise UsageError(f"{path} has no chosen cut: nothing fits.", evidence=values["because"], fix=fix)
         ranks, where = chosen["world_size"], values["machine"]
-        peaks = {name: chosen[name] for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_total_bytes")}
+        names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_total_bytes", "seconds_per_update")
+        figures = {name: chosen[name] for name in names}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no plan.", evidence=[str(error) or repr(error)], fix=fix) from None
-    predicted = {**peaks, "kind": where.get("kind"), "device": where.get("device")}
+    predicted = {**figures, "kind": where.get("kind"), "device": where.get("device")}
     planned = {"overrides": dict(overrides), "decided": dict(keywords), "predicted": predicted}
     return None if where.get("nodes", 1) > 1 else int(ranks), planned
 
 
 def remember(entry: Mapping[str, Any]) -> None:
-    """Keep what a run's peak was and had been predicted to be, beside the calibration; a full disk forgets it."""
+    """Keep a run's peak and time beside the predicted ones, next to the calibration; a full disk forgets it."""
     where = calibration_path().with_name("peaks.jsonl")
     with suppress(OSError):
         where.parent.mkdir(parents=True, exist_ok=True)
@@ -281,7 +282,13 @@ def remember(entry: Mapping[str, Any]) -> None:
 def remembered(kind: str) -> str | None:
     """How predictions for this kind of device came out, in one line; None where no planned run has ended on it."""
     with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-        entries = map(json.loads, calibration_path().with_name("peaks.jsonl").read_text("utf-8").splitlines())
-        off = sorted(one["real_bytes"] / one["predicted_bytes"] - 1 for one in entries if one["kind"] == kind)
-        return f"{len(off)} planned runs on {kind} ended between {off[0]:+.1%} and {off[-1]:+.1%} of their prediction"
+        lines = calibration_path().with_name("peaks.jsonl").read_text("utf-8").splitlines()
+        entries = [one for one in map(json.loads, lines) if one["kind"] == kind]
+        off = sorted(one["real_bytes"] / one["predicted_bytes"] - 1 for one in entries)
+        runs = f"{len(off)} planned run{'s' * (len(off) > 1)} on {kind}"
+        line = f"{runs} ended between {off[0]:+.1%} and {off[-1]:+.1%} of the predicted peak"
+        timed = [one for one in entries if one.get("real_seconds") and one.get("predicted_seconds")]
+        if late := sorted(one["real_seconds"] / one["predicted_seconds"] - 1 for one in timed):
+            line += f"; between {late[0]:+.0%} and {late[-1]:+.0%} of the predicted time ({len(late)} of them)"
+        return line
     return None

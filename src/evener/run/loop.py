@@ -163,7 +163,8 @@ class Loop:
                 if run.config.save_every is not None:
                     self.save(run.number)
                 if run._predicted and run.is_main:
-                    line, peaks = compare(run._predicted, run.device)
+                    pulse = run._out.pulse
+                    line, peaks = compare(run._predicted, run.device, pulse.updates, pulse.waited + pulse.stepped)
                     console.say(line)
                     folder.event("peak", update=run.number - 1, **peaks)
                 seconds = time.perf_counter() - began
