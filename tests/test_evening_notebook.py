@@ -107,6 +107,15 @@ def test_the_process_is_left_as_it_was(tmp_path):
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, deterministic)
 
 
+def test_the_process_is_left_as_it_was_by_a_run_that_could_not_start(tmp_path):
+    with new_run(tmp_path / "run") as run:
+        numbers(run)
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(UsageError, match="is a finished run"):
+        new_run(tmp_path / "run", exact=True, slice_size=2, resume="must")
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, deterministic)
+
+
 def test_two_exact_runs_side_by_side(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

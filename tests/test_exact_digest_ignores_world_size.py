@@ -17,7 +17,14 @@ WORLDS = (1, 2, 3, 4, 6)
 ROWS, SLICE = 30, 4  # eight slices, the last of two rows; not divisible by 3 or 6
 
 
-def train(optimizer: str, precision: str, exact: bool, updates: int = 20, poison: int | None = None) -> tuple[str, int]:
+def train(
+    optimizer: str,
+    precision: str,
+    exact: bool,
+    updates: int = 20,
+    poison: int | None = None,
+    threads: int | None = None,
+) -> tuple[str, int]:
     """Digest after some updates of 30 rows; every fifth update is a tail of 13 rows (some ranks have none)."""
     model = make()
     kinds = {
@@ -45,6 +52,9 @@ def train(optimizer: str, precision: str, exact: bool, updates: int = 20, poison
         if poison == k:
             with torch.no_grad():
                 model.norm.weight[0] = float("nan") if k % 2 else float("inf")
+        if threads is not None:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(False)
         update = engine.step_parts(parts, rows)
         skipped += update.skipped
         if poison == k:
@@ -99,3 +109,8 @@ def test_digest_does_not_depend_on_omp_num_threads():
         assert done.returncode == 0, done.stderr
         digests.add(done.stdout.strip())
     assert len(digests) == 1
+
+
+def test_digest_does_not_depend_on_settings_that_somebody_changes_later(ranks):
+    digests = {ranks(1)(train, "adamw", "fp32", True, 6, threads=threads)[0] for threads in (None, 2, 4)}
+    assert len(digests) == 1, digests

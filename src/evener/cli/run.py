@@ -107,10 +107,11 @@ def main(argv: list[str]) -> int:
         else:
             if given.debug == "single" and nproc > 1:
                 one = launch_of(0, None, dataclasses.replace(request, nproc=1), f"{run_id}-single")
-                code = one_attempt(one)[0].exit_code
-                if code != 0:
+                ending = one_attempt(one)[0]
+                if ending.exit_code != 0:
+                    tell(ending.text)
                     tell("it fails on one process already: the others add nothing")
-                    return code
+                    return ending.exit_code
                 tell(f"one process ran to its end; now {nproc}")
             code = carry_out(launch_of, given)
     if given.requeue and code == EXIT_STOPPED and (hosts is None or not hosts.rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ class Pins:
     torch's settings are the process's, not an engine's: the first exact engine saves them and the last restores them.
     """
 
-    pinned: ClassVar[list[Pins]] = []
+    pinned: ClassVar[int] = 0
     before: ClassVar[tuple[Any, ...]] = ()
 
     def __init__(self, *, exact: bool, tf32: bool, device: torch.device) -> None:
@@ -38,23 +39,34 @@ class Pins:
             warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
             fill, benchmark = _module().fill_uninitialized_memory, torch.backends.cudnn.benchmark
             Pins.before = (torch.get_num_threads(), deterministic, warn_only, fill, benchmark)
+        Pins.pinned += 1
+        self._unpin = weakref.finalize(self, _unpin)  # a constructor that fails later has nobody who closes
+        self._unpin.atexit = False
+        self.hold()
+
+    def hold(self) -> None:
+        """Before every exact update: a script or a library may have changed what the whole process shares."""
+        if torch.get_num_threads() != 1 or not torch.are_deterministic_algorithms_enabled():
             # LayerNorm's and convolution's weight gradients depend on the number of threads; filling memory costs time.
             _set(1, True, False, False, False)
-        Pins.pinned.append(self)
 
     def close(self) -> None:
         if self.matmul is not None:
             torch.set_float32_matmul_precision(self.matmul)
             self.matmul = None
-        if self in Pins.pinned:
-            Pins.pinned.remove(self)
-            if not Pins.pinned:
-                _set(*Pins.before)
+        if self.exact:
+            self._unpin()
 
     def fingerprint(self) -> dict[str, Any]:
         if not self.exact:
             return {"exact": False}
         return {"exact": True, "threads": 1, "deterministic": True, "fused": False, "torch": torch.__version__}
+
+
+def _unpin() -> None:
+    Pins.pinned -= 1
+    if not Pins.pinned:
+        _set(*Pins.before)
 
 
 def _module() -> Any:

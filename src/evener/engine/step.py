@@ -72,6 +72,8 @@ def backward(
     """
     if torch.is_autocast_enabled(engine.device.type):
         refuse_autocast(engine.device)
+    if engine.pins.exact:
+        engine.pins.hold()
     if engine.shards is not None:
         engine.shards.follow(target.optimizer)
     if target.training() != target.seen:

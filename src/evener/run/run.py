@@ -116,29 +116,33 @@ class Run:
         how["coupled"] = True if config.prepare is not None and config.coupled is None else config.coupled
         how |= {"device": self.device, "group": self.group, "fill": fill, "report": self._report}
         self.engine = Engine(model, optimizer, loss_fn, **how)
-        self._phases = phases_of(self.device)
-        if self._phases is not None:
-            self.engine.lap = self._phases.lap
-        self._prepared = Preparing(config, self.engine, source.collate_fn)
-        self.feed = make_feed(
-            source,
-            **{name: getattr(config, name) for name in _OF_FEED},
-            rank=self.group.rank,
-            world_size=self.group.world_size,
-            local_world_size=self.group.place.local_world_size,
-            cut=self.engine.cut.pieces,
-            device=self.device,
-            lap=self._phases.lap if self._phases is not None else None,
-            inspect=self._prepared.look,
-            say=self._say,
-        )
-        self.feed.updates_in(0)  # an epoch without any update is refused here, not later
-        self.profile = Profile(config.profile, self.device, lambda line: self._out.console.say(line))
-        about = identity(config, self.engine, None if source.stream else source.rows)
-        self.saving = Saving(config, self.engine, about, code_of(self.engine.model))
-        silent = [cpu_beside_gpus(self.device, plan is not None and plan.device == "cpu")]
-        silent += list(strays(self.engine.model, self.device))
-        self._begin([*source.notes, *weight_notes, *where, *(line for line in silent if line)])
+        try:
+            self._phases = phases_of(self.device)
+            if self._phases is not None:
+                self.engine.lap = self._phases.lap
+            self._prepared = Preparing(config, self.engine, source.collate_fn)
+            self.feed = make_feed(
+                source,
+                **{name: getattr(config, name) for name in _OF_FEED},
+                rank=self.group.rank,
+                world_size=self.group.world_size,
+                local_world_size=self.group.place.local_world_size,
+                cut=self.engine.cut.pieces,
+                device=self.device,
+                lap=self._phases.lap if self._phases is not None else None,
+                inspect=self._prepared.look,
+                say=self._say,
+            )
+            self.feed.updates_in(0)  # an epoch without any update is refused here, not later
+            self.profile = Profile(config.profile, self.device, lambda line: self._out.console.say(line))
+            about = identity(config, self.engine, None if source.stream else source.rows)
+            self.saving = Saving(config, self.engine, about, code_of(self.engine.model))
+            silent = [cpu_beside_gpus(self.device, plan is not None and plan.device == "cpu")]
+            silent += list(strays(self.engine.model, self.device))
+            self._begin([*source.notes, *weight_notes, *where, *(line for line in silent if line)])
+        except BaseException:
+            self.engine.close()  # nobody else will: its hooks and settings go
+            raise
         # The second update that is made here is counted: the first also makes what later ones only use.
         self._counts_at = self.number + 1 if self.is_main and (plan is None or plan.trial is None) else -1
         self._watch = Watch(self, plan.trial) if plan is not None and plan.trial is not None else None
