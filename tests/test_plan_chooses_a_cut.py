@@ -91,6 +91,16 @@ def test_where_no_microbatch_fits_the_model_is_recomputed_or_sharded():
     assert all(row.verdict == "does not fit" for row in sharded.cuts if row.cut.strategy == "ddp")
 
 
+def test_of_cuts_whose_time_is_known_the_fastest_is_taken():
+    row = search.Row(Cut("single", "bf16"), "fits", seconds_per_update=2.0)
+    fast = dataclasses.replace(row, cut=Cut("single", "bf16", "full"), seconds_per_update=1.0)
+    away = dataclasses.replace(row, cut=Cut("single", "bf16", saved_activations="offload"), seconds_per_update=None)
+    chosen, why = search.choose([row, fast, away], "bf16")
+    assert chosen is fast and why == ["the fastest of the 3 cuts in bf16 that fit; of 1 the time is not known"]
+    chosen, why = search.choose([away, dataclasses.replace(row, seconds_per_update=None)], "bf16")
+    assert chosen.cut == row.cut and "times are not known" in why[0]
+
+
 def test_nothing_fits_is_said_and_not_chosen():
     plan = making.make(model(200, 1.0), captured(), machine(), neighbours=False)
     assert plan.chosen is None and plan.keywords == {}

@@ -113,6 +113,19 @@ def test_the_next_blocks_gather_starts_with_this_block():
     assert took == pytest.approx(moved + 4 * computed, rel=0.01)  # only the first is waited for
 
 
+def test_offloaded_activations_travel_over_pcie_behind_what_is_computed():
+    away, back = Collective("to_host", 1 << 30, 1, "forward"), Collective("to_device", 1 << 30, 1, "backward")
+    little, much = [product(512)], [product(8192)] * 50
+    travel = (1 << 30) / (H100.pcie_bandwidth * MID.memory)
+    took = seconds(trace(*little, away, back, product(512, phase="backward")), machine()).mid
+    assert 2 * travel < took < 2.05 * travel
+    hidden = seconds(trace(away, *much, back, *much), machine()).mid
+    assert hidden == pytest.approx(seconds(trace(*much, *much), machine()).mid) and hidden > 2 * travel
+    lone = dataclasses.replace(machine(), kind=dataclasses.replace(H100, pcie_bandwidth=None))
+    assert "no PCIe bandwidth is known" in seconds(trace(away, *little), lone).because[0]
+    assert seconds(trace(*little), lone).mid is not None
+
+
 def test_microbatches_that_were_not_traced_repeat_the_last_but_one():
     work = [product(4096), product(4096, phase="backward")] * 2
     one = seconds(trace(*work[:2]), machine()).mid

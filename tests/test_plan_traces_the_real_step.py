@@ -26,7 +26,7 @@ from evener.measure.ledger import Ledger
 from evener.measure.trace import Step
 from evener.plan import blocks
 from evener.plan.memory import Family, difference, peak_of, support, terms_of
-from evener.plan.values import Alloc, Cut, Free, Share, Trace
+from evener.plan.values import Alloc, Collective, Cut, Free, Share, Trace
 
 
 def by_category(at_peak) -> dict[str, int]:
@@ -443,6 +443,10 @@ def test_offloaded_activations_leave_a_gpu_and_hsdp_shards_by_its_replicas():
 
     kept, away = peak(), peak(saved_activations="offload")
     assert away.phases["forward"] < 0.6 * kept.phases["forward"] and away.bytes < 0.6 * kept.bytes
+    trace = gpt_step().trace(Cut(precision="bf16", microbatch_size=32, saved_activations="offload"), device="cuda")
+    copies = [one for one in trace.steady() if isinstance(one, Collective)]
+    moved = {kind: sum(one.bytes for one in copies if one.kind == kind) for kind in ("to_host", "to_device")}
+    assert moved["to_host"] == moved["to_device"] > 0.3 * kept.bytes
     held = [
         by_category(peak_of(gpt_step().trace(cut)).at_peak)["optimizer"]
         for cut in (Cut("hsdp", world_size=8, replicas=2), Cut("fsdp", world_size=4))

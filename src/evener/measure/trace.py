@@ -40,7 +40,7 @@ from evener.measure.cuda import cuda_rules
 from evener.measure.ledger import Ledger
 from evener.plan import blocks
 from evener.plan.memory import rows_for
-from evener.plan.values import Cut, Trace
+from evener.plan.values import Collective, Cut, Trace
 
 # Keywords of Run that the step depends on, apart from those a Cut decides.
 STEP_KEYWORDS = ("precision", "exact", "coupled", "max_grad_norm", "before_step", "scaler", "batchnorm", "ema", "split",
@@ -131,7 +131,7 @@ class Step:
         stack.enter_context(private.exchanged(saved, "_PLAIN", (torch.Tensor, private.FakeTensor)))
         stack.enter_context(private.exchanged(saved, "StorageWeakRef", ledger.weak()))
         if device == "cuda":
-            stack.enter_context(private.exchanged(saved, "OnHost", _pinned()))
+            stack.enter_context(private.exchanged(saved, "OnHost", _pinned(ledger)))
         pieces = min(_PIECES, cut.microbatches)
         engine = self._engine(cut, pieces)
         target = engine._target(self.optimizer_name)
@@ -332,8 +332,12 @@ def _agree(target: Any, tally: Any, rows: int | None, mine_rows: int) -> None:
     target.names = tuple(sorted(tally.metrics[0])) if tally.metrics else ()
 
 
-def _pinned() -> type:
+def _pinned(ledger: Ledger) -> type:
     """saved.Pinned without CUDA: nothing of it is the device's but what is back, and that comes two pieces ahead."""
+
+    def copied(kind: str, flat: torch.Tensor) -> None:
+        ledger.events.append(Collective(kind, flat.nbytes, 1, ledger.phase))
+
     order: WeakValueDictionary[int, Any] = WeakValueDictionary()
     numbers = itertools.count()
 
@@ -342,12 +346,14 @@ def _pinned() -> type:
             self.number, self.like = next(numbers), (flat.shape, flat.dtype)
             self.flat: torch.Tensor | None = None
             order[self.number] = self
+            copied("to_host", flat)
 
         def back(self) -> torch.Tensor:
             for number in range(self.number, self.number - saved._AHEAD - 1, -1):
                 one = order.get(number)
                 if one is not None and one.flat is None:
                     one.flat = torch.empty(one.like[0], dtype=one.like[1])
+                    copied("to_device", one.flat)
             assert self.flat is not None
             return self.flat
 

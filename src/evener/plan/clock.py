@@ -1,9 +1,10 @@
-"""How long one update of a trace takes on a kind of GPU: a roofline per operation, the host's pace, two streams.
+"""How long one update of a trace takes on a kind of GPU: a roofline per operation, the host's pace, three streams.
 
     t(operation)  = start + max(flops / (peak[dtype] * e_matmul), bytes / (bandwidth * e_memory))
-    t(update)     = end of the later of two streams, but not before the host has dispatched everything:
-                    operations run on one stream, collectives on another; a collective starts where the step starts it,
-                    and what waits for it waits. Under fsdp the gather of the next block starts when this block starts.
+    t(update)     = end of the last of three streams, but not before the host has dispatched everything:
+                    operations run on one stream, collectives on another, copies of offloaded activations over PCIe on
+                    a third; each starts where the step starts it, and what waits for it waits. Under fsdp the gather
+                    of the next block starts when this block starts.
     t(collective) = on n ranks of one node, ring: all-gather, reduce-scatter (n-1)/n * B/w + (n-1) * a; all-reduce
                     twice that; over m nodes of g ranks: the same for g inside, and for m outside with B/g per GPU
 
@@ -24,6 +25,7 @@ from evener.plan.values import Collective, Cut, Op, Trace
 
 _PEAKS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _US = 1e-6
+_COPIES = ("to_host", "to_device")
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ def _unknown(trace: Trace, machine: Machine, tf32: bool) -> tuple[str, ...]:
     reasons = [f"{kind.name} has no known peak for {name}" for name in lacks]
     if trace.cut.ranks > 1 and machine.gpus > 1 and machine.links[1] is None:
         reasons.append(f"no bandwidth between GPUs is known of {kind.name}")
+    if kind.pcie_bandwidth is None and any(getattr(one, "kind", "") in _COPIES for one in trace.steady()):
+        reasons.append(f"no PCIe bandwidth is known of {kind.name}, over which activations are offloaded")
     return tuple(reasons)
 
 
@@ -196,6 +200,9 @@ def operation_seconds(one: Op, kind: GpuKind, pace: Pace, tf32: bool = False) ->
 
 def collective_seconds(one: Collective, cut: Cut, machine: Machine, pace: Pace) -> float:
     """Ring times on the topology; a group with several nodes goes around inside of each, and between them."""
+    if one.kind in _COPIES:
+        assert machine.kind is not None and machine.kind.pcie_bandwidth is not None
+        return one.bytes / (machine.kind.pcie_bandwidth * pace.memory)
     inside = min(one.group, machine.gpus)
     if cut.strategy == "hsdp" and one.group == cut.replicas != cut.world_size:
         inside = min(one.group, max(1, machine.gpus // max(1, cut.world_size // cut.replicas)))  # far apart in rank
@@ -238,14 +245,14 @@ def _pieces(trace: Trace) -> Iterator[list[Op | Collective]]:
 
 
 def _piece(events: list[Op | Collective], cut: Cut, machine: Machine, pace: Pace, tf32: bool) -> float:
-    """When the later stream is done, and the host."""
+    """When the last stream is done, and the host."""
     kind = machine.kind
     assert kind is not None
-    compute = network = host = gathered = 0.0
+    compute = network = copied = host = gathered = 0.0
     past = ""
     for one in events:
         if past != one.phase and one.phase == "optimizer":
-            compute = max(compute, network)  # gradients have arrived
+            compute = max(compute, network, copied)  # gradients have arrived
         past = one.phase
         if isinstance(one, Op):
             host += pace.launch
@@ -254,6 +261,9 @@ def _piece(events: list[Op | Collective], cut: Cut, machine: Machine, pace: Pace
                 one, kind, pace, tf32
             )
             continue
+        if one.kind in _COPIES:
+            copied = max(copied, compute) + collective_seconds(one, cut, machine, pace)
+            continue
         prefetched = one.kind == "all_gather" and cut.strategy in ("fsdp", "hsdp")
         start = max(network, gathered if prefetched else compute)
         network = start + collective_seconds(one, cut, machine, pace)
@@ -261,4 +271,4 @@ def _piece(events: list[Op | Collective], cut: Cut, machine: Machine, pace: Pace
             compute = max(compute, network)
         if prefetched:
             gathered = compute
-    return max(compute, network, host)
+    return max(compute, network, copied, host)

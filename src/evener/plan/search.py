@@ -333,13 +333,15 @@ def choose(rows: Iterable[Row], precision: str, saved: str | None = None) -> tup
         recompute = RECOMPUTE.index(again) if again in RECOMPUTE else 1
         return _ORDER.index(cut.strategy), recompute, cut.saved_activations != "keep", cut.microbatches
 
-    times = [row.seconds_per_update for row in able if row.seconds_per_update is not None]
-    if len(times) < len(able):
+    times = [(row, row.seconds_per_update) for row in able if row.seconds_per_update is not None]
+    if not times:
         return min(able, key=simple), [*why, "times are not known: the simplest cut that fits, in the fewest pieces"]
     # Within 3 % times are equal, as far as a roofline can tell.
-    near = [row for row, took in zip(able, times) if took <= min(times) * 1.03]
+    least = min(took for _, took in times)
+    near = [row for row, took in times if took <= least * 1.03]
     if len(able) > 1:
-        why.append(f"the fastest of the {len(able)} cuts in {precision} that {'fit' if fit else 'may fit'}")
+        known = f"; of {len(able) - len(times)} the time is not known" if len(times) < len(able) else ""
+        why.append(f"the fastest of the {len(able)} cuts in {precision} that {'fit' if fit else 'may fit'}{known}")
         why += [f"{len(near)} are within 3 % of each other: the simplest of them"] * (len(near) > 1)
     return min(near, key=simple), why
 

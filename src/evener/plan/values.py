@@ -64,7 +64,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective ("all_reduce", "all_gather", ...), where the step starts it.
+    """One collective ("all_reduce", "all_gather", ...), where the step starts it; or a copy of an offloaded activation
+    ("to_host", "to_device"), whose group is 1.
 
     bytes: the larger of its input and output on one rank (the whole of an all-gather's result).
     group: number of ranks in it.
