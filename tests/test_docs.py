@@ -202,3 +202,12 @@ def test_the_ported_script_prints_on_one_process_what_the_readme_shows_of_four(t
     assert [words for words, _, _ in printed] == [words for words, _, _ in expected]
     losses = [[float(loss) for _, _, loss in lines if loss] for lines in (printed, expected)]
     assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], abs=2e-5)
+
+
+def test_the_numbers_of_kinds_and_rules_are_those_that_there_are():
+    kinds = len(list((ROOT / "src/evener/explain/kinds").glob("*.toml")))
+    rules = sum(path.read_text("utf-8").count("\n@rule") for path in (ROOT / "src/evener/lint/rules").glob("*.py"))
+    for name in ("README.md", "README.zh-CN.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text("utf-8")
+        assert set(re.findall(r"(\d+) (?:kinds|种故障)", text)) == {str(kinds)}, name
+        assert set(re.findall(r"(\d+) (?:rules|条规则)", text)) == {str(rules)}, name
