@@ -176,6 +176,31 @@ def test_one_more_and_one_less_are_told_and_the_page_is_100_columns_wide():
     assert not any("int8" in line for line in lines), "the same figures once more"
 
 
+def test_one_more_is_a_node_of_several_and_a_process_that_shares_the_cpu():
+    nodes = dataclasses.replace(machine(8), nodes=2)
+    lines = making.make(model(30, 1.0), captured(), nodes).neighbours
+    assert [line.split(":")[0] for line in lines] == ["24 GPUs on 3 nodes", "8 GPUs"]
+    many = making.make(model(30, 1.0), captured(), dataclasses.replace(machine(2), nodes=17))
+    assert many.neighbours == () and many.chosen is not None
+    given = {"strategy": {"value": "fsdp", "origin": "code"}}
+    lines = making.make(model(30, 1.0), captured(given=given), machine(2)).neighbours
+    assert [line.partition(" on")[0] for line in lines] == ["3 GPUs: fsdp"], "fsdp on one GPU was not asked for"
+    few = captured(global_batch_size=2)
+    assert (
+        making.make(model(30, 1.0), few, machine(2)).neighbours[0]
+        == "3 GPUs: not possible, the global batch has 2 rows"
+    )
+    kind = facts.GpuKind("cpu", peak={"fp32": 6.0}, memory_bandwidth=12.0)
+    more, less = Machine("cpu", "2 processes", 60, "a test", 2, kind=kind).neighbours()
+    assert (more.gpus, more.capacity_bytes, more.kind.peak, more.kind.memory_bandwidth) == (3, 40, {"fp32": 4.0}, 8.0)
+    assert (less.gpus, less.capacity_bytes, less.kind.peak, less.kind.memory_bandwidth) == (
+        1,
+        120,
+        {"fp32": 12.0},
+        24.0,
+    )
+
+
 def test_machines_by_name_by_recording_and_wrongly(tmp_path):
     assert making.machine_of(gpu="4090", nproc=4).name == "4 x RTX-4090"
     with pytest.raises(UsageError, match="exclude each other"):

@@ -65,6 +65,20 @@ class Machine:
     calibration: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, DataRate] = field(default_factory=dict)
 
+    def neighbours(self) -> Iterator[Machine]:
+        """With one GPU (process) more, and one less; of several nodes with one node more, and one less."""
+        for by in (1, -1):
+            if self.nodes > 1:
+                yield replace(self, nodes=self.nodes + by)
+            elif (count := self.gpus + by) and self.device == "cuda":
+                yield replace(self, gpus=count)
+            elif count:  # processes share the CPU and its memory
+                part, kind = self.gpus / count, self.kind
+                if kind is not None:
+                    peak = {name: rate * part for name, rate in kind.peak.items()}
+                    kind = replace(kind, peak=peak, memory_bandwidth=(kind.memory_bandwidth or 0) * part or None)
+                yield replace(self, gpus=count, kind=kind, capacity_bytes=int(self.capacity_bytes * part))
+
     @property
     def kind_name(self) -> str:
         return self.kind.name if self.kind is not None else self.device

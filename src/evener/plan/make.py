@@ -24,6 +24,7 @@ from evener.plan.values import Cut
 
 # Keywords of Run that a plan decides; what the script gives itself stays.
 DECIDED = ("strategy", "precision", "microbatch_size", "activation_checkpointing", "saved_activations")
+_FEW_NODES = 16  # of more, one node changes a rank's share by a few percent, and its rows are other traces
 _RETRACED = 8  # the chosen cut is traced as it is on so many ranks at most: what a trace costs grows with the world
 
 
@@ -181,11 +182,10 @@ def make(
     if chosen is not None:
         because += search.fragments(book.trace(chosen.cut), chosen, machine)
     others: tuple[str, ...] = ()
-    if neighbours and machine.nodes == 1 and captured.asked("strategy") is None:
+    if neighbours and machine.nodes <= _FEW_NODES and (strategy := captured.asked("strategy")) != "single":
         book.progress = ""
-        others = tuple(
-            search.neighbour(book, captured, machine, count) for count in (world + 1, world - 1) if count > 0
-        )
+        near = [one for one in machine.neighbours() if strategy is None or one.gpus * one.nodes > 1]
+        others = tuple(search.neighbour(book, captured, one) for one in near)
     return Plan(
         chosen,
         (*because, *_reasons(chosen, rows, captured, machine)),

@@ -10,7 +10,6 @@ allocator: what is allocated is what is taken.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -357,14 +356,15 @@ def fragments(trace: Trace, row: Row, machine: Machine) -> list[str]:
     return [f"{setting} would reserve {less} in place of {amount(row.peak_reserved_bytes)}"]
 
 
-def neighbour(book: Book, captured: Captured, machine: Machine, world: int) -> str:
-    """What the choice would be on another number of GPUs, in one line."""
-    what = f"{world} GPU{'s' if world != 1 else ''}" if machine.device == "cuda" else f"{world} processes"
-    if world < 1 or world > captured.global_batch_size:
-        return f"{what}: not possible"
-    other = replace(machine, gpus=max(1, math.ceil(world / machine.nodes)))
+def neighbour(book: Book, captured: Captured, other: Machine) -> str:
+    """What the choice would be on another machine of the same kind, in one line."""
+    world, several = other.gpus * other.nodes, other.nodes > 1
+    unit, plural = ("GPU", "s") if other.device == "cuda" else ("process", "es")
+    what = f"{world} {unit}{plural * (world > 1)}{f' on {other.nodes} nodes' * several}"
+    if world > captured.global_batch_size:
+        return f"{what}: not possible, the global batch has {captured.global_batch_size} rows"
     for cut in combinations(captured, other, world):  # the first that fits, for the sake of time
-        if cut.precision == natural_precision(captured, machine):
+        if cut.precision == natural_precision(captured, other):
             chosen, _ = choose(_sizes(book, cut, captured, other), cut.precision, cut.saved_activations)
             if chosen is not None:
                 took = chosen.seconds_per_update
