@@ -1,4 +1,4 @@
-"""Real failures of two processes, explained from what they really print: under evener run, torchrun, accelerate, Lightning.
+"""Real failures of two processes, explained from what they really print: evener run, torchrun, accelerate, Lightning.
 
 The outputs in tests/cases/made_here were recorded with `python -m tests.test_explain_runs` (torch 2.13, accelerate 1.15,
 Lightning, gloo); the exhaustive form makes every one of them again.
@@ -6,75 +6,131 @@ Lightning, gloo); the exhaustive form makes every one of them again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from evener.explain import explain_text
+from evener.explain.answer import Explanation
+from tests.conftest import SEED
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
 RECORDED = HERE / "cases" / "made_here"
 BIN = Path(sys.executable).parent
-ENVIRONMENT = {**os.environ, "BREAKS_TIMEOUT": "8", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", "NO_COLOR": "1"}
+ENVIRONMENT = {**os.environ, "BREAKS_TIMEOUT": "5", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", "NO_COLOR": "1"}
+full = pytest.mark.full
 
+# Lightning starts its second process by itself, accelerate is started by torchrun or starts both (`debug_launcher`).
 COMMANDS = {
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc_per_node=2", SCRIPTS / "breaks.py"],
-    "accelerate": [sys.executable, SCRIPTS / "breaks_accelerate.py"],
+    "accelerate": [BIN / "torchrun", "--standalone", "--nproc_per_node=2", SCRIPTS / "breaks_accelerate.py"],
+    "debug_launcher": [sys.executable, SCRIPTS / "breaks_accelerate.py"],
     "lightning": [sys.executable, SCRIPTS / "breaks_lightning.py"],
 }
-# (launcher, how it breaks) -> the kinds that are right, the culprit ("unknown": the text cannot say)
-EXPECTED = {
-    ("torchrun", "raises"): ({"torchrun-hidden-root-cause"}, 1),
-    ("torchrun", "cleans"): ({"torchrun-hidden-root-cause"}, 1),
-    ("torchrun", "killed"): ({"host-oom-sigkill"}, 1),
-    ("torchrun", "segfault"): ({"segfault"}, 1),
-    ("torchrun", "exits"): ({"torchrun-hidden-root-cause", "peer-gone"}, "unknown"),
-    ("torchrun", "hangs"): ({"nccl-timeout"}, "unknown"),
-    ("torchrun", "unused"): ({"ddp-unused-params"}, [0, 1]),
-    ("torchrun", "shapes"): ({"ddp-rank-desync"}, "unknown"),
-    ("torchrun", "oom"): ({"oom-capacity"}, None),
-    ("accelerate", "raises"): ({"python-exception"}, 1),
-    ("accelerate", "killed"): ({"host-oom-sigkill"}, 1),
-    ("accelerate", "unused"): ({"ddp-unused-params"}, None),
-    ("lightning", "raises"): ({"python-exception"}, 1),
-    ("lightning", "killed"): ({"peer-gone", "host-oom-sigkill"}, None),
-    ("lightning", "unused"): ({"ddp-unused-params"}, None),
+# A /dev/shm of 2 MiB and a folder of 64 KiB, in a mount namespace of its own.
+MOUNTS = "mount -t tmpfs -o size=2m tmpfs /dev/shm && mkdir -p small && mount -t tmpfs -o size=64k tmpfs small"
+SMALL = ["unshare", "--mount", "sh", "-c", f'{MOUNTS} && exec "$@"', "sh"]
+# how it breaks -> the kind under torchrun, and the culprit (twice where two answers are right): a rank; ANY of those
+# that say it; UNKNOWN; SUSPECT: rank 1 is named but not known; None: the fault is of no rank
+ANY, UNKNOWN, SUSPECT = "any", "unknown", "suspect"
+UNDER_TORCHRUN = {
+    "raises": ("torchrun-hidden-root-cause", 1),
+    "cleans": ("torchrun-hidden-root-cause", 1),
+    "evicted": ("nccl-timeout", SUSPECT),
+    "segfault": ("segfault", 1),
+    "killed": ("host-oom-sigkill", 1),
+    "exits": ("torchrun-hidden-root-cause", UNKNOWN),
+    "hangs": ("nccl-timeout", SUSPECT),
+    "port": ("port-in-use", None),
+    "shm": ("shm-bus-error", ANY),
+    "files": ("dataloader-too-many-files", ANY),
+    "unused": ("ddp-unused-params", ANY),
+    "shapes": ("ddp-rank-desync", UNKNOWN),
+    "torn": ("ckpt-corrupt", ANY),
+    "disk": ("disk-full", ANY),
+    "label": ("device-assert-label", 1),
+    "optimizer": ("optimizer-state-mismatch", ANY),
+    "pickle": ("dataloader-pickle", ANY),
 }
+# Lightning's parent is rank 0: of how its other process ended there is no word.
+UNDER_LIGHTNING = UNDER_TORCHRUN | {
+    "raises": ("python-exception", 1),
+    "cleans": ("python-exception", 1),
+    "evicted": ("nccl-timeout", 1),
+    "segfault": ("peer-gone", SUSPECT),
+    "killed": ("peer-gone", SUSPECT),
+    "exits": ("peer-gone", SUSPECT),
+    "hangs": ("nccl-timeout", 1),
+}
+OF_LAUNCHERS = {
+    "torchrun": UNDER_TORCHRUN | {"oom": ("oom-capacity", ANY)},
+    "accelerate": UNDER_TORCHRUN,
+    "debug_launcher": {  # it shows one process: the victim, where that ends before it has looked
+        "raises": ("python-exception", 1, "peer-gone", UNKNOWN),
+        "killed": ("host-oom-sigkill", 1, "peer-gone", UNKNOWN),
+        "unused": ("ddp-unused-params", ANY),
+    },
+    "lightning": UNDER_LIGHTNING,
+}
+EXPECTED = {(launcher, how): right for launcher, ways in OF_LAUNCHERS.items() for how, right in ways.items()}
+
+
+def namespaces_are_allowed(folder: Path) -> bool:
+    return shutil.which("unshare") is not None and not subprocess.run([*SMALL, "true"], cwd=folder).returncode
 
 
 def output_of(launcher: str, how: str, folder: Path) -> str:
-    done = subprocess.run(
-        [*map(str, COMMANDS[launcher]), how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=folder,
-        env=ENVIRONMENT,
-        timeout=400,
-    )
-    assert done.returncode != 0
-    return done.stdout
+    command, environ = [*map(str, COMMANDS[launcher]), how], dict(ENVIRONMENT)
+    if how in ("shm", "disk"):
+        if not namespaces_are_allowed(folder):
+            pytest.skip("mounting a small file system is not allowed here")
+        command = [*SMALL, *command]
+    with socket.socket() as taken, tempfile.TemporaryFile("w+", errors="replace") as output:
+        if how == "port":
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            environ["MASTER_PORT"] = port = str(taken.getsockname()[1])
+            master = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+            command = [part for one in command for part in (master if one == "--standalone" else [one])]
+        pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True, **pipes) as job:
+            try:
+                assert job.wait(timeout=400) != 0
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)  # Lightning's other process may wait for ever
+        output.seek(0)
+        return output.read()
+
+
+def culprit_is(right: int | str | None, answer: Explanation) -> bool:
+    if right in (SUSPECT, UNKNOWN):
+        return answer.culprit_rank == (1 if right == SUSPECT else None) and not answer.culprit_known
+    if right == ANY:
+        return answer.culprit_known and answer.culprit_rank in (0, 1, [0, 1])
+    return answer.culprit_rank == right and (answer.culprit_known or right is None)
 
 
 def check(launcher: str, how: str, text: str) -> None:
-    kinds, culprit = EXPECTED[launcher, how]
-    answer = explain_text(text)
-    assert answer.kind in kinds, answer
-    if culprit == "unknown":
-        assert not answer.culprit_known
-    elif culprit is not None:
-        assert answer.culprit_known and (answer.culprit_rank == culprit or answer.culprit_rank in (culprit,)), answer
+    right, answer = EXPECTED[launcher, how], explain_text(text)
+    assert any(answer.kind == kind and culprit_is(who, answer) for kind, who in zip(right[::2], right[1::2])), answer
     assert answer.evidence and answer.fix and answer.confirm
+    if answer.kind == "nccl-timeout":
+        for language in ("en", "zh"):  # gloo has neither sequence numbers nor NCCL's switches
+            assert not re.search("SeqNum|NCCL", str(explain_text(text, language)).partition("\n\n")[2])
 
 
 @pytest.mark.parametrize("launcher, how", EXPECTED)
@@ -82,15 +138,18 @@ def test_the_recorded_output_of_a_real_failure_is_explained(launcher, how):
     check(launcher, how, (RECORDED / f"{launcher}-{how}.log").read_text("utf-8"))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("launcher, how", EXPECTED)
+SAMPLED = [random.Random(SEED).choice([one for one in EXPECTED if one[0] == of]) for of in ("accelerate", "lightning")]
+
+
+@pytest.mark.parametrize(
+    "launcher, how", [pytest.param(*one, marks=[] if one in SAMPLED else full) for one in EXPECTED]
+)
 def test_a_failure_made_now_is_explained(launcher, how, tmp_path):
     check(launcher, how, output_of(launcher, how, tmp_path))
 
 
 # --- evener run -----------------------------------------------------------------------------------------------------
 
-full = pytest.mark.full
 # how -> what its report must have, in this order
 REPORTS = {
     "killed": (["evener: rank 1 was killed by SIGKILL", "host-oom-sigkill: Rank 1:", "Fix:", "logs: "], 137),
@@ -100,8 +159,9 @@ REPORTS = {
         1,
     ),
     "exits": ([r"(?i)rank 1", "left in the middle|exit code 0 in the middle", "logs: "], 1),
-    "raises": (["evener: rank 1 failed: KeyError: 'labels of row 17'", "at .*breaks.py", "logs: "], 1),
-    "cleans": ([r"(?i)rank 1 ", "breaks.py", "logs: "], 1),
+    "raises": (["evener: rank 1 failed: KeyError: 'labels of row 17'", "at .*ways.py", "logs: "], 1),
+    "cleans": (["evener: rank 1 failed: KeyError", "at .*ways.py", "logs: "], 1),
+    "evicted": (["evener: rank 1 did not come", "rank 1 was at .*ways.py", "nccl-timeout", "logs: "], 1),
     "segfault": (["evener: rank 1 was killed by SIGSEGV", "segfault: Rank 1", "faulthandler", "logs: "], 139),
     "hangs": (["evener: rank 1 did not come", "time.sleep", "nccl-timeout", "logs: "], 1),
     "one-rank": (["evener: rank 1 did not come", "nccl-timeout", "logs: "], 1),
@@ -149,15 +209,15 @@ def test_a_hang_that_is_stopped_names_who_did_not_come_and_not_the_victims(name,
         assert job.stdout.readline() == "started 0\n"
         (logs,) = (tmp_path / "runs" / "logs").iterdir()
         until = time.monotonic() + 200
-        while "started" not in (logs / "rank1.log").read_text() and time.monotonic() < until:
+        while "asleep" not in (logs / "rank1.log").read_text() and time.monotonic() < until:
             time.sleep(0.1)
-        time.sleep(1)  # into the sleep, and into the collective after it
+        time.sleep(1)  # into the sleep, and the other into the collective
         job.send_signal(getattr(signal, name))
         said = job.communicate(timeout=200)[1]
     assert job.returncode == (130 if name == "SIGINT" else 143)
     told = said[said.index(f"evener: stopped by {name} (") :]
     assert "and no rank had failed before" in told and "time.sleep(300)" in told, said
-    assert re.search(r"rank 1 is in .*breaks\.py.*\n  rank 0 waits in .*breaks\.py", told), said
+    assert re.search(r"rank 1 is in .*ways\.py.*\n  rank 0 waits in .*breaks\.py", told), said
     assert "if nothing moved any more, look at rank 1" in told
     done = subprocess.run([BIN / "evener", "explain", "--json", logs], capture_output=True, text=True, env=ENVIRONMENT)
     answer = json.loads(done.stdout)
@@ -182,12 +242,11 @@ class Rows(torch.utils.data.Dataset):
 if __name__ == "__main__":
     list(torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=1))
 """
-SMALL = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=2m tmpfs /dev/shm && exec "$@"', "sh"]
 
 
 def test_a_full_dev_shm_is_named_and_not_the_worker_that_met_it(tmp_path):
-    """A /dev/shm of 2 MiB, in a mount namespace of its own; the batch is of 8."""
-    if shutil.which("unshare") is None or subprocess.run([*SMALL, "true"], capture_output=True).returncode != 0:
+    """The batch is of 8 MiB."""
+    if not namespaces_are_allowed(tmp_path):
         pytest.skip("mounting a small /dev/shm is not allowed here")
     (tmp_path / "train.py").write_text(BATCHES)
     command = [*SMALL, sys.executable, "train.py"]
@@ -201,7 +260,8 @@ def test_a_full_dev_shm_is_named_and_not_the_worker_that_met_it(tmp_path):
 
 if __name__ == "__main__":
     for one in EXPECTED:
-        text = output_of(*one, Path.cwd())
+        with tempfile.TemporaryDirectory() as scratch:
+            text = output_of(*one, Path(scratch))
         for old, new in ((str(BIN.parent), "/env"), (str(HERE.parent), "/home/me/repo"), (sys.base_prefix, "/usr")):
             text = text.replace(old, new)
         cut = "".join(f"{line[:600]}\n" for line in text.splitlines())

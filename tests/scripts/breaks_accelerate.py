@@ -1,10 +1,13 @@
-"""accelerate's own launcher for two CPU processes, of which one breaks in the way that the first argument says."""
+"""accelerate on two CPU processes, which break in the way that the first argument says.
+
+Under torchrun; started alone it starts two processes by accelerate's own `debug_launcher`.
+"""
 
 import os
-import signal
 import sys
 
 import torch
+import ways
 from accelerate import Accelerator, debug_launcher
 
 how = sys.argv[1]
@@ -12,18 +15,26 @@ how = sys.argv[1]
 
 def main():
     accelerator = Accelerator(cpu=True)
-    both = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 1), "unused": torch.nn.Linear(4, 1)})
-    both.forward = lambda x: both["used"](x) if how == "unused" else both["used"](x) + both["unused"](x)
-    model, optimizer = accelerator.prepare(both, torch.optim.SGD(both.parameters(), lr=0.1))
-    for step in range(3):
-        if accelerator.process_index == 1 and step == 1 and how == "raises":
-            raise KeyError("labels of row 17")
-        if accelerator.process_index == 1 and step == 1 and how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        accelerator.backward(model(torch.randn(2, 4)).mean())
+    rank = accelerator.process_index
+    model = ways.Model(how)
+    model, optimizer, loader = accelerator.prepare(model, ways.optimizer(model), ways.loader(how))
+    if how in ("disk", "torn", "optimizer"):
+        accelerator.save_state("small" if how == "disk" else "state")
+        if accelerator.is_main_process and how == "torn":
+            ways.tear("state/model.safetensors")
+        if accelerator.is_main_process and how == "optimizer":
+            other = ways.optimizer(accelerator.unwrap_model(model), groups=2)
+            torch.save(other.state_dict(), "state/optimizer.bin")
+        accelerator.wait_for_everyone()
+        accelerator.load_state("state")
+    for step, (x, y) in enumerate(loader):
+        ways.in_the_step(how, rank, step, x)
+        if how == "shapes":
+            accelerator.reduce(torch.ones(4 + 4 * rank))
+        accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
 
 
 if __name__ == "__main__":
-    debug_launcher(main, num_processes=2)
+    main() if "RANK" in os.environ else debug_launcher(main, num_processes=2)
