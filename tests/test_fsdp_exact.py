@@ -71,6 +71,28 @@ def test_an_update_that_is_not_finite_is_skipped_alike(ranks):
     assert set(ranks(3)(train, token_loss, "fsdp", "fp32", 4, 2)) == {expected}
 
 
+def train_where_only_rows_of_weight_0_use_a_parameter(strategy):
+    """Ranks that have no rows in the second update join in with a row of the first one, which uses `sometimes`."""
+    model = seeded(Net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = new_engine(model, optimizer, strategy=strategy, exact=True, slice_size=2)
+    tokens, labels = rows(12)
+    cut = Cut(evener.rank(), evener.world_size(), None, 2)
+    for count, first in ((12, 10), (2, 0)):
+        tokens[:, 0] = first
+        parts = [(i, b - a, (tokens[a:b].clone(), labels[a:b])) for i, (a, b) in cut.numbered(count)]
+        engine.step_parts(parts, count)
+    digest = engine.digest()
+    engine.close()
+    return digest
+
+
+def test_rows_of_weight_0_step_nothing(ranks):
+    expected = ranks(1)(train_where_only_rows_of_weight_0_use_a_parameter, "single")[0]
+    for world in (2, 3, 6):
+        assert set(ranks(world)(train_where_only_rows_of_weight_0_use_a_parameter, "fsdp")) == {expected}, world
+
+
 def test_control_fast_mode_differs(ranks):
     """If this ever fails, the tests above prove nothing."""
     digests = {ranks(world)(train, "everything", "fsdp", "fp32", 6, None, False)[0][0] for world in (1, 2, 3, 4)}

@@ -69,7 +69,8 @@ class FSDP(Spread):
 
     def _mark(self, i: int) -> Callable[[Any], None]:
         def used(_: Any) -> None:
-            self.used[i] = True
+            # Rows of weight 0 may use what no row of the update does: a gradient of zeros would still be a step.
+            self.used[i] = self.used[i] or not self.join.idle
 
         return used
 
