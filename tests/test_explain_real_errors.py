@@ -245,7 +245,7 @@ def own_bug():
 
 
 EXPECTED = {
-    label_out_of_range: ("device-assert-label", None, "3"),
+    label_out_of_range: ("device-assert-label", "cpu", "3"),
     embedding_out_of_range: ("device-assert-index", None, ""),
     optimizer_groups_differ: ("optimizer-state-mismatch", None, ""),
     truncated_checkpoint: ("ckpt-corrupt", None, ""),
