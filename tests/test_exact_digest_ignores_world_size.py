@@ -24,6 +24,7 @@ def train(
     updates: int = 20,
     poison: int | None = None,
     threads: int | None = None,
+    loss_fn=token_loss,
 ) -> tuple[str, int]:
     """Digest after some updates of 30 rows; every fifth update is a tail of 13 rows (some ranks have none)."""
     model = make()
@@ -35,7 +36,7 @@ def train(
     engine = evener.Engine(
         model,
         kinds[optimizer](),
-        token_loss,
+        loss_fn,
         device="cpu",
         precision=precision,
         max_grad_norm=1.0,
@@ -114,3 +115,15 @@ def test_digest_does_not_depend_on_omp_num_threads():
 def test_digest_does_not_depend_on_settings_that_somebody_changes_later(ranks):
     digests = {ranks(1)(train, "adamw", "fp32", True, 6, threads=threads)[0] for threads in (None, 2, 4)}
     assert len(digests) == 1, digests
+
+
+def loss_on_two_threads(model, batch):
+    torch.set_num_threads(2)
+    return token_loss(model, batch)
+
+
+def test_a_loss_that_changes_them_is_refused():
+    before = torch.get_num_threads()
+    with pytest.raises(evener.errors.UsageError, match="loss_fn changes what exact=True holds: 2 threads"):
+        train("adamw", "fp32", True, 1, loss_fn=loss_on_two_threads)
+    torch.set_num_threads(before)

@@ -44,6 +44,16 @@ class Pins:
         self._unpin.atexit = False
         self.hold()
 
+    def check(self) -> None:
+        """After every exact forward: one on several threads has other bits already."""
+        threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        if threads != 1 or not deterministic:
+            found = f"{threads} threads, deterministic algorithms {'on' if deterministic else 'off'}"
+            raise UsageError(
+                f"loss_fn changes what exact=True holds: {found} after it.",
+                fix=["take torch.set_num_threads (or the library that calls it) out of loss_fn", "exact=False"],
+            )
+
     def hold(self) -> None:
         """Before every exact update: a script or a library may have changed what the whole process shares."""
         if torch.get_num_threads() != 1 or not torch.are_deterministic_algorithms_enabled():

@@ -170,6 +170,8 @@ def _pieces(
         if i == last and overlap:
             sums, waiting = _send(engine, target, tally, slots)
         lap("forward")
+        if engine.pins.exact:
+            engine.pins.check()
         spread.before_backward(overlap and i == last and not idle)
         value = loss.value
         assert isinstance(value, torch.Tensor)

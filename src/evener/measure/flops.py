@@ -25,7 +25,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts what runs inside of it on this process. The operations are the same ones, and so are their results.
+    """Counts what runs inside of it on this process.
+
+    Results may differ in the last bits: torch takes other formulas for some derivatives (`prod`) under such a mode.
 
     Attributes:
         total: Without what activation checkpointing computes a second time: that is `again`.
@@ -53,11 +55,13 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
-def uncountable() -> str:
+def uncountable(exact: bool) -> str:
     """Why no operation may be counted in this process; empty where they may.
 
     Compiled code runs uncompiled under a counter: other kernels, other last bits.
     """
+    if exact:
+        return "exact=True: torch differentiates some operations otherwise, in the last bits, while they are counted"
     dynamo = sys.modules.get("torch._dynamo.utils")
     compiled = dynamo is not None and dynamo.counters["frames"]["total"] > 0
     return "torch.compile: what was compiled cannot be counted" if compiled else ""

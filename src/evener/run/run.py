@@ -114,6 +114,9 @@ class Run:
         how: dict[str, Any] = {name: getattr(config, name) for name in _OF_ENGINE}
         # prepare sees a whole slice (mixup couples its rows), so slices must be whole.
         how["coupled"] = True if config.prepare is not None and config.coupled is None else config.coupled
+        for name, form in (("prepare", "prepare(batch, generator)"), ("before_step", "before_step(model)")):
+            if getattr(config, name) is not None:
+                check_function(name, getattr(config, name), form)
         how |= {"device": self.device, "group": self.group, "fill": fill, "report": self._report}
         self.engine = Engine(model, optimizer, loss_fn, **how)
         try:
@@ -302,7 +305,7 @@ class Run:
         waiting = [target.flags.pending[0].number for target in self.engine.targets.values() if target.flags.pending]
         self._portions = {number: self._portions[number] for number in waiting} | {self.number: portion}
         self.profile.at(self.number, self.path, self.rank)
-        counter = FlopCounter() if self.number == self._counts_at and not uncountable() else None
+        counter = FlopCounter() if self.number == self._counts_at and not uncountable(self.config.exact) else None
         try:
             with counter or contextlib.nullcontext():
                 update = self.engine.step_parts(
@@ -324,7 +327,7 @@ class Run:
         return update
 
     def _tell_flops(self, number: int, rows: int, counter: FlopCounter | None) -> None:
-        why = counter.why if counter is not None else uncountable()
+        why = counter.why if counter is not None else uncountable(self.config.exact)
         if len(self.engine.targets) > 1:
             why = "several optimizers: one update is not like another"
         elif self.engine.strategy == "dp":
