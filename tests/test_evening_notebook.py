@@ -107,6 +107,23 @@ def test_the_process_is_left_as_it_was(tmp_path):
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, deterministic)
 
 
+def test_settings_that_are_half_as_exact_mode_wants_them_are_all_held_and_put_back(tmp_path):
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = True
+    try:
+        with new_run(tmp_path / "run", exact=True, slice_size=2) as run:
+            numbers(run, 1)
+            held = (torch.backends.cudnn.benchmark, torch.is_deterministic_algorithms_warn_only_enabled())
+        left = (torch.backends.cudnn.benchmark, torch.is_deterministic_algorithms_warn_only_enabled())
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = benchmark
+    assert (held, left) == ((False, False), (True, True))
+
+
 def test_the_process_is_left_as_it_was_by_a_run_that_could_not_start(tmp_path):
     with new_run(tmp_path / "run") as run:
         numbers(run)

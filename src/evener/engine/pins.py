@@ -10,6 +10,11 @@ import torch
 
 from evener.errors import UsageError
 
+# Intra-op threads (LayerNorm's and convolution's weight gradients depend on them), deterministic algorithms, those only
+# warned about, new memory filled (that costs time), cuDNN's benchmark.
+_Settings = tuple[int, bool, bool, bool, bool]
+_HELD: _Settings = (1, True, False, False, False)
+
 
 class Pins:
     """exact: everything that changes bits without changing the mathematics. tf32: matmul precision.
@@ -18,7 +23,7 @@ class Pins:
     """
 
     pinned: ClassVar[int] = 0
-    before: ClassVar[tuple[Any, ...]] = ()
+    before: ClassVar[_Settings] = _HELD
 
     def __init__(self, *, exact: bool, tf32: bool, device: torch.device) -> None:
         self.exact = exact
@@ -35,10 +40,7 @@ class Pins:
                         fix=["export CUBLAS_WORKSPACE_CONFIG=:4096:8", "or construct Run before the first CUDA tensor"],
                     )
                 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-            fill, benchmark = _module().fill_uninitialized_memory, torch.backends.cudnn.benchmark
-            Pins.before = (torch.get_num_threads(), deterministic, warn_only, fill, benchmark)
+            Pins.before = _now()
         Pins.pinned += 1
         self._unpin = weakref.finalize(self, _unpin)  # a constructor that fails later has nobody who closes
         self._unpin.atexit = False
@@ -46,8 +48,8 @@ class Pins:
 
     def check(self) -> None:
         """After every exact forward: one on several threads has other bits already."""
-        threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        if threads != 1 or not deterministic:
+        threads, deterministic, *_ = _now()
+        if (threads, deterministic) != _HELD[:2]:
             found = f"{threads} threads, deterministic algorithms {'on' if deterministic else 'off'}"
             raise UsageError(
                 f"loss_fn changes what exact=True holds: {found} after it.",
@@ -56,9 +58,8 @@ class Pins:
 
     def hold(self) -> None:
         """Before every exact update: a script or a library may have changed what the whole process shares."""
-        if torch.get_num_threads() != 1 or not torch.are_deterministic_algorithms_enabled():
-            # LayerNorm's and convolution's weight gradients depend on the number of threads; filling memory costs time.
-            _set(1, True, False, False, False)
+        if _now() != _HELD:
+            _set(*_HELD)
 
     def close(self) -> None:
         if self.matmul is not None:
@@ -81,6 +82,13 @@ def _unpin() -> None:
 
 def _module() -> Any:
     return torch.utils.deterministic  # it swaps its class to hold a property, which type checkers cannot see
+
+
+def _now() -> _Settings:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill, benchmark = _module().fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    return torch.get_num_threads(), deterministic, warn_only, fill, benchmark
 
 
 def _set(threads: int, deterministic: bool, warn_only: bool, fill: bool, benchmark: bool) -> None:
