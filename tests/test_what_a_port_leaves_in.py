@@ -165,6 +165,30 @@ def test_a_loss_that_is_not_called_with_a_model(tmp_path, loss_fn, text):
     assert text in refused(tmp_path, parts(), loss_fn)
 
 
+@pytest.mark.parametrize(
+    "keywords, text",
+    [
+        (
+            {"before_step": lambda: 1},
+            "before_step cannot be called as before_step(model): too many positional arguments",
+        ),
+        (
+            {"prepare": lambda batch: batch},
+            "prepare cannot be called as prepare(batch, generator): too many positional",
+        ),
+    ],
+)
+def test_other_functions_that_are_called_otherwise(tmp_path, keywords, text):
+    assert text in refused(tmp_path, parts(), row_loss, **keywords)
+
+
+def test_an_engine_says_it_too():
+    model = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(evener.EvenerError, match="before_step cannot be called as before_step"):
+        evener.Engine(model, optimizer, row_loss, device="cpu", before_step=lambda: 1)
+
+
 def test_functions_of_every_kind_are_taken(tmp_path):
     class Callable:
         def __call__(self, model, batch):

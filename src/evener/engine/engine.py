@@ -123,8 +123,10 @@ class Engine:
         models = {name: setup.plain_module(one) for name, one in models.items()}
         # One module that holds all of them: for names, buffers, state and digest.
         self.model = models[""] if isinstance(model, torch.nn.Module) else torch.nn.ModuleDict(models)
-        if loss_fn is not None:
-            setup.check_function("loss_fn", loss_fn, "loss_fn(model, batch)")
+        functions = (("loss_fn", loss_fn, "loss_fn(model, batch)"), ("before_step", before_step, "before_step(model)"))
+        for name, given, form in functions:
+            if given is not None:
+                setup.check_function(name, given, form)
         self.loss_fn = loss_fn
         self.device = devices.device(device)
         self.precision: Precision = decide(precision, self.device)

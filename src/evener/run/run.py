@@ -114,9 +114,8 @@ class Run:
         how: dict[str, Any] = {name: getattr(config, name) for name in _OF_ENGINE}
         # prepare sees a whole slice (mixup couples its rows), so slices must be whole.
         how["coupled"] = True if config.prepare is not None and config.coupled is None else config.coupled
-        for name, form in (("prepare", "prepare(batch, generator)"), ("before_step", "before_step(model)")):
-            if getattr(config, name) is not None:
-                check_function(name, getattr(config, name), form)
+        if config.prepare is not None:
+            check_function("prepare", config.prepare, "prepare(batch, generator)")
         how |= {"device": self.device, "group": self.group, "fill": fill, "report": self._report}
         self.engine = Engine(model, optimizer, loss_fn, **how)
         try:
@@ -305,7 +304,9 @@ class Run:
         waiting = [target.flags.pending[0].number for target in self.engine.targets.values() if target.flags.pending]
         self._portions = {number: self._portions[number] for number in waiting} | {self.number: portion}
         self.profile.at(self.number, self.path, self.rank)
-        counter = FlopCounter() if self.number == self._counts_at and not uncountable(self.config.exact) else None
+        counts = self.number == self._counts_at
+        why = self._uncounted() if counts else ""
+        counter = FlopCounter() if counts and not why else None
         try:
             with counter or contextlib.nullcontext():
                 update = self.engine.step_parts(
@@ -319,19 +320,23 @@ class Run:
             raise learn(error, self.config, self.path, self.number) from None
         update.epoch, update.ends_epoch = portion.cursor.epoch, portion.ends_epoch
         self._out.update(update, portion.rows, self.loop.batches, self.loop.total)
-        if update.number == self._counts_at:
-            self._tell_flops(update.number, portion.rows, counter)
+        if update.number == self._counts_at:  # not one that was made twice
+            self._tell_flops(update.number, portion.rows, counter, why)
         self._beat()
         if self._watch is not None:
             self._watch.stepped(batch, update)
         return update
 
-    def _tell_flops(self, number: int, rows: int, counter: FlopCounter | None) -> None:
-        why = counter.why if counter is not None else uncountable(self.config.exact)
+    def _uncounted(self) -> str:
+        """Why the operations of an update are not counted; empty where they are."""
         if len(self.engine.targets) > 1:
-            why = "several optimizers: one update is not like another"
-        elif self.engine.strategy == "dp":
-            why = "dp computes in threads, where nothing can be counted"
+            return "several optimizers: one update is not like another"
+        if self.engine.strategy == "dp":
+            return "dp computes in threads, where nothing can be counted"
+        return uncountable(self.config.exact)
+
+    def _tell_flops(self, number: int, rows: int, counter: FlopCounter | None, why: str) -> None:
+        why = counter.why if counter is not None else why
         rows = sum(stop - start for start, stop in self.engine.cut.pieces(rows))  # of rank 0
         flops = counter.total if counter is not None and not why else None
         fields = {"flops": flops, "rows": rows, "format": self.engine.words()["compute"], "why": why or None}
