@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.explain import decide, oom
+from evener.explain import decide, kinds, oom
 from evener.explain.answer import words
 from evener.explain.kinds import FOLDER, LISTS, STAGES, Pattern, all_kinds, fill, longest_word, texts_of
 from evener.explain.pages import markdown, page_of, page_text
@@ -25,9 +25,8 @@ DECIDED = set(re.findall(r'"([a-z_]+)"', Path(decide.__file__).read_text() + Pat
 
 def sentences(texts):
     for key in ("title", *LISTS):
-        value = texts.get(key, [])
-        for wordings in [value] if isinstance(value, str) else value:
-            yield from [(key, one) for one in ([wordings] if isinstance(wordings, str) else wordings)]
+        for wordings in kinds.sentences(texts.get(key)):
+            yield from [(key, one) for one in kinds.sentences(wordings)]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)

@@ -146,6 +146,11 @@ def fill(sentence: str, values: Mapping[str, str]) -> str | None:
     return re.sub(r"\{([a-z_]+)\}", lambda match: values[match[1]], sentence)
 
 
+def first(wordings: Any, values: Mapping[str, str]) -> str | None:
+    """The first wording of which every placeholder has a value."""
+    return next((one for wording in sentences(wordings) if (one := fill(wording, values))), None)
+
+
 def sentences(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
@@ -156,11 +161,8 @@ def texts_of(kind: Kind, sub: str | None, language: str, values: Mapping[str, st
     over = next((one.texts.get(language, {}) for one in kind.subs if one.name == sub), {})
     titles = [*sentences(over.get("title")), *sentences(own["title"])]
     titles += [re.split("[:：]", ASIDE.sub("", title))[0] for title in titles]  # without what has no figure
-    found: dict[str, Any] = {"title": next((one for title in titles if (one := fill(title, values))), kind.name)}
+    found: dict[str, Any] = {"title": first(titles, values) or kind.name}
     for key in LISTS:
-        filled = (
-            next(filter(None, (fill(one, values) for one in sentences(wordings))), None)
-            for wordings in over.get(key, own.get(key, ()))
-        )
+        filled = (first(wordings, values) for wordings in over.get(key, own.get(key, ())))
         found[key] = [one for one in filled if one is not None]
     return found
