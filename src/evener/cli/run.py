@@ -107,9 +107,8 @@ def main(argv: list[str]) -> int:
         else:
             if given.debug == "single" and nproc > 1:
                 one = launch_of(0, None, dataclasses.replace(request, nproc=1), f"{run_id}-single")
-                ending = one_attempt(one)[0]
+                ending = told(one)[0]
                 if ending.exit_code != 0:
-                    tell(ending.text)
                     tell("it fails on one process already: the others add nothing")
                     return ending.exit_code
                 tell(f"one process ran to its end; now {nproc}")
@@ -146,15 +145,21 @@ def carry_out(launch_of: Callable[[int], Launch], given: argparse.Namespace) -> 
     attempts: list[Attempt] = []
     restarts, longest = int(given.restarts), to_seconds(given, "restart_wait", 0.1)
     while True:
-        ending, seconds = one_attempt(launch_of(len(attempts)))
+        ending, seconds = told(launch_of(len(attempts)))
         attempts.append(Attempt(ending, seconds))
-        tell(ending.text)
         wait = seconds_to_wait(attempts, restarts, longest)
         if not isinstance(wait, float):
             tell(wait or "")
             return ending.exit_code
         tell(f"{why_again(attempts, restarts)} in {wait:.0f} s")
         time.sleep(wait)
+
+
+def told(launch: Launch) -> tuple[Ending, float]:
+    """One attempt on this host alone, its end explained."""
+    ending, seconds = one_attempt(launch)
+    tell(ending.text)
+    return ending, seconds
 
 
 def one_attempt(launch: Launch, others: Callable[[], str | None] = lambda: None) -> tuple[Ending, float]:
