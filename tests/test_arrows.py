@@ -66,6 +66,7 @@ BEYOND_THE_DESIGN: dict[str, set[str]] = {
     # limits: CPUs are counted in one way, by whoever starts processes or threads
     "dist": {"ending", "gpus", "limits"},
     "launch": {"ending", "limits"},
+    "plan": {"limits"},  # the memory of a process, where no GPU is planned for
     "doctor": {"launch", "limits"},  # launch: one reader of Slurm's host lists
     # a traced step gets batches of its own; the bench measures evener.comm, and rows as a run reads them
     "measure": {"batch", "data", "dist", "limits"},

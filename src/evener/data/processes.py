@@ -44,9 +44,8 @@ class Start:
                 os._exit(1)
         else:
             threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
-        signal.signal(
-            signal.SIGTERM, lambda signum, frame: None
-        )  # unlike SIG_IGN, programs it starts do not inherit it
+        # Not SIG_IGN, which programs that it starts would inherit.
+        signal.signal(signal.SIGTERM, lambda signum, frame: None)
         if self.then is not None:
             self.then(worker)
 

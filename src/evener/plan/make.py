@@ -16,6 +16,7 @@ from evener.errors import EvenerError, ShortageError, UsageError
 from evener.facts import GIB
 from evener.gpus import look
 from evener.gpus.values import Gpu, Snapshot
+from evener.limits import memory_limit
 from evener.plan import search
 from evener.plan.captured import Captured
 from evener.plan.clock import DataRate, Machine
@@ -96,11 +97,9 @@ def _this_cpu(nproc: int, nodes: int) -> Machine:
     import psutil  # type: ignore[import-untyped]
 
     total, source = int(psutil.virtual_memory().total), "this machine's memory"
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            limit = int(Path(path).read_text("ascii"))
-            if limit < total:
-                total, source = limit, f"the limit in {path}"
+    limit, _ = memory_limit()
+    if limit is not None and limit < total:
+        total, source = limit, "this process's memory limit"
     share = "" if nproc == 1 else f", shared by {nproc} processes"
     name = f"{nproc} process{'es' if nproc > 1 else ''} on the CPU"
     return Machine("cpu", name, total // nproc, source + share, nproc, nodes)
