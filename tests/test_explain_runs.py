@@ -159,6 +159,8 @@ REPORTS = {
         1,
     ),
     "exits": ([r"(?i)rank 1", "left in the middle|exit code 0 in the middle", "logs: "], 1),
+    "leaves": (["evener: rank 1 left with exit code 0 before the others", "left-early: Rank 1", "logs: "], 1),
+    "leaves-3": (["evener: rank 1 left with exit code 3", "left-early: Rank 1", "logs: "], 3),
     "raises": (["evener: rank 1 failed: KeyError: 'labels of row 17'", "at .*ways.py", "logs: "], 1),
     "cleans": (["evener: rank 1 failed: KeyError", "at .*ways.py", "logs: "], 1),
     "evicted": (["evener: rank 1 did not come", "rank 1 was at .*ways.py", "nccl-timeout", "logs: "], 1),
@@ -167,7 +169,7 @@ REPORTS = {
     "one-rank": (["evener: rank 1 did not come", "nccl-timeout", "logs: "], 1),
     "oom": (["CUDA out of memory", "oom-capacity: ", "22.14 GiB of 23.69 GiB", "expandable_segments", "logs: "], 1),
 }
-QUICK = ("exits",)
+QUICK = ("exits", "leaves")
 
 
 @pytest.mark.parametrize("how", [how if how in QUICK else pytest.param(how, marks=full) for how in REPORTS])

@@ -65,6 +65,11 @@ STOPPED = killed(9, signal.SIGTERM, stopped=True)
         ([RankEnd(0, how="exit", code=75, monotonic_ns=1), STOPPED], 0, 75),
         # only victims: the earliest
         ([raised(0, 2, LATE), raised(1, 1, CLOSED), finished(2)], 1, 1),
+        # ended well, and before those that then missed it; a real error is still the error
+        ([raised(0, 9, CLOSED), finished(1)], 1, 1),
+        ([raised(0, 9, CLOSED), RankEnd(1, how="exit", code=0, monotonic_ns=3)], 1, 1),
+        ([raised(0, 9, CLOSED), finished(1), STOPPED], 1, 1),
+        ([raised(0, 9, BAD_ROW), finished(1)], 0, 1),
     ],
 )
 def test_the_rank_to_blame(ends, rank, code):
@@ -106,6 +111,12 @@ def test_the_report_of_a_kill_says_what_it_often_is():
 def test_the_report_of_a_silent_exit():
     report = text(raised(0, 1, CLOSED), RankEnd(1, code=0))
     assert report.startswith("rank 1 left with exit code 0 in the middle of the script\n  no exception reached")
+
+
+def test_the_report_of_a_rank_that_ended_too_early():
+    assert text(raised(0, 9, CLOSED), finished(1)).startswith(
+        "rank 1 left with exit code 0 before the others\n  rank 0 failed as a"
+    )
 
 
 def test_words_of_a_rank_cannot_steer_the_terminal():

@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import time
 from datetime import timedelta
 
@@ -96,6 +97,8 @@ def in_the_step(how, rank, step, batch):
         ctypes.string_at(0)
     if how == "exits":
         os._exit(0)
+    if how.startswith("leaves"):
+        sys.exit(3 if how == "leaves-3" else 0)
     if how == "hangs":
         print("asleep", rank, flush=True)
         time.sleep(300)

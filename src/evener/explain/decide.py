@@ -208,6 +208,13 @@ def messenger(match: Match, facts: Facts) -> bool:
     return True
 
 
+def left(match: Match, facts: Facts) -> bool:
+    """A rank that ended by its own will is to blame only where all that failed miss a peer."""
+    fate = None if match.ended is None else facts.fates.get(-1 if match.ended.rank is None else match.ended.rank)
+    raised = [one.text for one in facts.raised if one.type != "SystemExit"]
+    return fate is None or fate.how is None or (bool(raised) and all(map(_LOST.search, raised)))
+
+
 def launcher(match: Match, facts: Facts) -> bool:
     """Only a launcher speaks. The process that ended by itself is named, as far as it can be."""
     victims = {one.lines[0].rank for one in facts.raised if _LOST.search(one.text)}
@@ -285,5 +292,5 @@ def listed(ranks: int | list[int]) -> str:
 
 
 _ALL: tuple[Callable[[Match, Facts], bool], ...] = (memory, timeout, desync, scale, keys, port, duplicate, messenger)
-_ALL += (launcher, stopped, own_error, plain_exception)
+_ALL += (left, launcher, stopped, own_error, plain_exception)
 DECISIONS = {function.__name__: function for function in _ALL}

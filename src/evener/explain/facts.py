@@ -263,22 +263,33 @@ def _ends_of_fates(fates: Collection[Fate], order: int) -> list[Ended]:
         code = fate.code
         if over and fate.how is None and code is None and not fate.stopped and fate.pid is not None:
             code = 0  # it was not there any more when the launcher stopped the others
-        quiet = fate.how in (None, "exit") or (fate.how == "finished" and code)
-        if not quiet or code is None or (code == 0 and fate.how == "exit") or (code >= 0 and fate.tracebacks):
+        quiet = fate.how in (None, "exit", "finished")
+        if not quiet or code is None or (code >= 0 and fate.tracebacks):
             continue  # nothing to tell, nobody knows (the job may still be running), or SystemExit with a message
+        early = fate.how is not None and 0 <= code < _OWN_CODES and _before_a_failure(fate, fates)
+        if code == 0 and fate.how is not None and not early:
+            continue
         said = f"rank {fate.rank} ended with exit code {code}"
         if code < 0:
             name = next((name for name, number in _SIGNALS.items() if number == -code), str(-code))
             said = f"rank {fate.rank} was killed by {name} ({-code})"
         elif fate.how is None:
             said = f"rank {fate.rank} left with exit code {code} in the middle of the script"
+        elif early:
+            said = f"rank {fate.rank} left with exit code {code} before the others"
         line = Line(order + len(found), "record", 0, said, said, fate.rank, pid=fate.pid, seconds=fate.seconds)
-        left = fate.how is None and code in (0, 1)
+        left = early or (fate.how is None and code in (0, 1))
         found.append(Ended(LEFT if left else code, line, fate.rank, None, fate.pid))
     return found
 
 
-LEFT = 1000  # no exit code: a rank that left in the middle of its script, with 0 or 1, without a word
+LEFT = 1000  # no exit code: a rank that left in the middle of its script, or before the others, without a word
+_OWN_CODES = 64  # from here on exit codes are evener's, and say why
+
+
+def _before_a_failure(fate: Fate, fates: Collection[Fate]) -> bool:
+    ends = [one.seconds for one in fates if one.how == "exception" and one.seconds is not None]
+    return fate.seconds is not None and bool(ends) and fate.seconds < min(ends)
 
 
 def lines_of_fate(fate: Fate) -> list[str]:

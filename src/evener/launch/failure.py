@@ -86,11 +86,15 @@ def find_cause(ends: Sequence[RankEnd]) -> Failure | None:
     crashed = [end for end in signalled if end.how is None and -(end.code or 0) in _CRASHES]
     raised = [end for end in failed if any(not is_victim(error) for error in end.errors)]
     left = [end for end in failed if end.how in ("exit", None) and (end.code or 0) > 0] + silent
+    # By its own will, and well; but all that failed miss a peer.
+    lost = all(end.errors and all(map(is_victim, end.errors)) for end in failed if not end.stopped)
+    begin = waited.monotonic_ns or 0
+    early = [end for end in ends if lost and end.code == 0 and (end.monotonic_ns or begin) < begin]
     in_vain = absent and any(_WAITED.search(f"{error.type}: {error.message}") for error in waited.errors)
     if in_vain and not (crashed or raised or left):
         others = tuple(end for end in ends if end is not absent[0])
         return Failure(absent[0], next(iter(waited.errors)), _shell_code(waited.code) or 1, others, absent=True)
-    cause = earliest(next(one for one in (crashed, raised, left, signalled, failed) if one))
+    cause = earliest(next(one for one in (crashed, raised, left, early, signalled, failed) if one))
     others = tuple(end for end in ends if end is not cause)
     # An exception raised while cleaning up hides the first one: name the outermost that is no victim.
     error = next((error for error in cause.errors if not is_victim(error)), None) or next(iter(cause.errors), None)
@@ -158,6 +162,8 @@ def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
     elif cause.how is None:
         text += " in the middle of the script"
         evidence.append("no exception reached the end of the script: os._exit(), or native code that calls exit()")
+    elif code == 0:
+        text += " before the others"
     groups: dict[str, list[int]] = {}
     for end in failure.others:
         groups.setdefault(_how(end), []).append(end.rank)
