@@ -28,7 +28,7 @@ DESCRIPTION = "\n".join(
 )
 EXAMPLES = """\
 examples:
-  evener bench                                 everything; about a minute on a CPU
+  evener bench                                 everything; a minute or two on a CPU
   evener bench matmul memory                   two parts
   evener bench comm --nproc 4 --cpu            collectives of four processes over gloo
   evener bench data --dataset train.py:make    your own dataset: a name in a file, or a function that makes it
