@@ -276,8 +276,11 @@ def plain_exception(match: Match, facts: Facts) -> bool:
     if any(one.summary for one in facts.ended) and not facts.fates:
         match.become("torchrun-hidden-root-cause")
         match.sub, match.stage = "exception-above", STAGES.index("exception")
-    if frame := raised.user_frame():
-        match.values |= {"place": f"{frame.file}:{frame.line}", "code": frame.code}
+    if own := raised.own_frames():
+        match.values |= {"place": f"{own[-1].file}:{own[-1].line}", "code": own[-1].code}
+        match.values["script"] = next((one.file for one in own if one.function == "<module>"), "")
+    if (count := max(len(facts.ranks), facts.world_size or 0)) > 1:
+        match.values["processes"] = str(count)
     if not raised.frames and not match.line.text.lstrip().startswith(kind):
         match.stage, match.confidence = STAGES.index("summary"), "low"  # a log line that mentions an error
     return True

@@ -57,11 +57,10 @@ class Raised:
         """The frames as one text: files, functions and source lines, to look for the phase in."""
         return "\n".join(f"{frame.file}:{frame.function}: {frame.code}" for frame in self.frames)
 
-    def user_frame(self) -> Frame | None:
-        """The innermost frame outside of installed packages and the standard library."""
+    def own_frames(self) -> list[Frame]:
+        """The frames outside of installed packages and the standard library, outermost first."""
         library = re.compile(r"site-packages|dist-packages|lib/python3|\.\.\./(?:torch|lib)/|<frozen|^torch/|/torch/")
-        own = [frame for frame in self.frames if not library.search(frame.file)]
-        return own[-1] if own else None
+        return [frame for frame in self.frames if not library.search(frame.file)]
 
 
 @dataclass
