@@ -106,19 +106,3 @@ def eval_sampler_shuffles(file: File) -> Hits:
             shuffle = keyword(call, "shuffle", 3)
             edit = replace(file, shuffle, "False") if shuffle else add_argument(file, call, "shuffle=False")
             yield hit(call, "the validation sampler shuffles (the default) and repeats rows", edit)
-
-
-@rule("hint", "all_reduce the counts before dividing")
-def eval_metric_not_reduced(file: File) -> Hits:
-    if not file.uses("ddp") or not file.uses("sampler") or file.uses("collective", "accelerator"):
-        return
-    if file.calls("all_reduce", "all_gather", "reduce", "gather", "synchronize_between_processes"):
-        return
-    for function in (one for one in file.of(ast.FunctionDef) if re.search(r"eval|valid|test", one.name)):
-        summed = [one for one in file.of(ast.AugAssign) if isinstance(one.op, ast.Add)]
-        counted = {
-            file.segment(one.target) for one in summed if file.function(one) is function and file.at(one).loops
-            and re.search(r"correct|total|count|hits", file.segment(one.target))
-        }  # fmt: skip
-        if counted:
-            yield hit(function, f"{', '.join(sorted(counted))}: counted on this rank's share, never reduced")

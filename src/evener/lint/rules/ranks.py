@@ -9,8 +9,9 @@ from evener.lint.edits import replace
 from evener.lint.events import STEPS
 from evener.lint.file import ONE_RANK, File
 from evener.lint.rule import Hits, hit, rule
-from evener.lint.source import keyword, last, literal
+from evener.lint.source import keyword, last, literal, method
 
+_MOVES = ("to", "cuda", "train", "eval", "float", "half")  # DDP(...).cuda() holds what DDP(...) holds
 GLOBAL_RANK = re.compile(r"^(global_?rank|world_rank|rank|ddp_rank|distributed_rank|RANK|get_rank|SLURM_PROCID)$")
 
 
@@ -106,6 +107,23 @@ def _is_global(file: File, node: ast.expr) -> bool:
         return not isinstance(node, ast.BinOp)
     values = file.values(node) if isinstance(node, ast.Name) and GLOBAL_RANK.search(node.id) else []
     return bool(values) and all(_is_global(file, value) for value in values if value is not node)
+
+
+@rule("error", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the first .cuda()', in_tests=False)
+def rank_without_device(file: File) -> Hits:
+    own = r"""CUDA_VISIBLE_DEVICES|set_device|cuda:(?!0\b)|cuda\.device\(|device\(["']cuda["'],|["']gloo["']"""
+    own += r"|\.cuda\((?!\)|non_blocking|async)|\.to\(\s*[\w.]*(rank|gpu|local|dev_?id)"
+    wraps = [call for call in file.making("ddp") if method(call, *_MOVES) is None]
+    given = (one.arg in (None, "device_ids") for call in wraps for one in call.keywords)
+    if not wraps or any(given) or any(len(call.args) > 1 for call in wraps) or re.search(own, file.text):
+        return
+    if file.uses("accelerator", "visible") or not file.uses("init") or file.calls("set_device", "set_device_index"):
+        return
+    moves = [call for call, _ in file.methods("cuda")]
+    named = [*(call for call, _ in file.methods("to")), *file.calls_of("torch.device")]
+    moves += [call for call in named if call.args and re.match(r"""["']cuda["']( if |$)""", file.segment(call.args[0]))]
+    for move in sorted(moves, key=lambda one: one.lineno)[:1]:
+        yield hit(move, "no rank chooses a GPU of its own: all of them use GPU 0")
 
 
 @rule("error", "leave them out under torchrun, or read RANK and WORLD_SIZE", in_tests=False)
