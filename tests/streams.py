@@ -55,6 +55,19 @@ class WithState(Numbers):
         self.at = state["at"]
 
 
+class AllIsState(WithState):
+    """Its state is whatever it has."""
+
+    def row(self, i):
+        return torch.tensor([float(i), *torch.randn(3).tolist()]), i % 3
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
 class ShuffledWithState(Numbers):
     """Shuffles in its body by the seeded generators, and goes to where it was in that order."""
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -39,9 +38,8 @@ _BEGIN = 0xBE  # sets the seeds of __iter__ apart from those of rows
 _SEEDS = 1024  # seeds that are made at once
 _PRINT_BYTES = 4096  # of a tensor: enough to tell two rows apart
 
-# Of streams with a state: {epoch: a checksum of the state after its first row}. What is asked here is whether another
-# run of this process has moved the same object, so no run can own it; it ends with the object.
-_beginnings: MutableMapping[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+# Kept by a stream with a state, which is what the runs of a process share: {epoch: a checksum after its first row}.
+_BEGAN = "_evener_began"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +227,13 @@ class StreamReader(Reader):
     def _look_at_beginning(self, taken: Taken) -> None:
         """An object that another run has left in the middle may go on there: rows would be missing."""
         self._fill(1)
-        look = look_of([self.dataset.state_dict()])
-        try:
-            known = _beginnings.setdefault(self.dataset, {})
-        except TypeError:  # not hashable, or without weak references
-            return
-        taken.moved = known.setdefault(self._epoch, look) != look
+        if hasattr(self.dataset, "__dict__"):
+            known = vars(self.dataset).setdefault(_BEGAN, {})
+            state = self.dataset.state_dict()
+            if isinstance(state, Mapping):  # it may be all that the object has
+                state = {name: value for name, value in state.items() if name != _BEGAN}
+            look = look_of([state])
+            taken.moved = known.setdefault(str(self._epoch), look) != look
 
 
 def _seeds(seed: int, epoch: int, start: int) -> Iterator[int]:
