@@ -149,21 +149,33 @@ def test_ranks_that_wait_for_each_other_in_different_calls(tmp_path):
     done = run(tmp_path, "collectives", "")
     text = done.stderr[done.stderr.index("evener: rank") :]
     assert text.startswith("evener: ranks 0, 1 wait for each other: nothing was done for 8 s\n"), text
-    assert "rank 1 waits in phase script (recv), at train.py:" in text, text
+    assert "rank 1 waits in the script (recv), at train.py:" in text, text
     assert re.search(
-        r"rank 0 waits in phase script \(all_reduce of \[1\] \w+, call \d+ of group default_pg\), at ", text
+        r"rank 0 waits in the script \(all_reduce of \[1\] \w+, call \d+ of group default_pg\), at ", text
     ), text
 
 
 PLAIN = """
-import os, sys, time
+import http.server, os, sys, threading, time, urllib.request
 import torch
 from torch import distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 until = time.monotonic() + 12
+def download():  # a slow one: a few milliseconds of CPU a second
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200), self.end_headers()
+            while time.monotonic() < until:
+                self.wfile.write(bytes(100_000)), time.sleep(0.5)
+        def log_message(self, *args):
+            pass
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    urllib.request.urlretrieve(f"http://127.0.0.1:{server.server_port}/", f"got-{rank}")
 while sys.argv[1] != "calls" and time.monotonic() < until:  # longer than the time-out: at work, or seen to be
-    sum(range(10**6)) if sys.argv[1] == "works" else (print("so far", flush=True), time.sleep(0.5))
+    {"works": lambda: sum(range(10**6)), "downloads": download,
+     "prints": lambda: (print("so far", flush=True), time.sleep(0.5))}[sys.argv[1]]()
 dist.barrier()
 if sys.argv[1] == "calls":
     dist.all_reduce(torch.ones(5, 2)) if rank else dist.broadcast(torch.ones(3), 0)
@@ -172,20 +184,18 @@ print("ENDED", flush=True)
 
 
 @pytest.mark.parametrize(
-    "what", ["calls", *(pytest.param(one, marks=FULL) for one in ("works", "prints"))], ids=lambda one: one
+    "what", ["calls", *(pytest.param(one, marks=FULL) for one in ("works", "prints", "downloads"))], ids=lambda one: one
 )
 def test_a_script_without_run_is_watched_too(tmp_path, what):
-    """Waiting for nothing is a hang; using the CPU, or printing, is none."""
+    """Waiting for nothing is a hang; using the CPU, printing, or writing what is downloaded is none."""
     done = run(tmp_path, what, script=PLAIN)
     if what != "calls":
         assert done.returncode == 0 and "ENDED" in done.stdout, done.stderr
         return
     text = done.stderr[done.stderr.index("evener: rank") :]
     assert text.startswith("evener: ranks 0, 1 wait for each other: nothing was done for 8 s\n"), text
-    assert "rank 0 waits in phase script (broadcast of [3] Float, call 2 of group default_pg), at train.py:" in text, (
-        text
-    )
-    assert "rank 1 waits in phase script (all_reduce of [5, 2] Float, call 2 of group default_pg), at " in text, text
+    assert "rank 0 waits in the script (broadcast of [3] Float, call 2 of group default_pg), at train.py:" in text, text
+    assert "rank 1 waits in the script (all_reduce of [5, 2] Float, call 2 of group default_pg), at " in text, text
 
 
 @pytest.mark.full

@@ -110,6 +110,13 @@ def test_later_sources_win_keyword_by_keyword(tmp_path):
     }
 
 
+def test_a_seed_has_64_bits():
+    assert Config.merge({"global_batch_size": 8, "seed": 2**64 - 1}).seed == 2**64 - 1
+    with pytest.raises(UsageError, match="seed=18446744073709551616 is not allowed") as raised:
+        Config.merge({"global_batch_size": 8, "seed": 2**64})
+    assert "from 0 to 2**64 - 1" in raised.value.fix[-1]
+
+
 def test_a_replaced_mistake_is_still_a_mistake():
     with pytest.raises(UsageError, match=r"seed=-1 is not allowed\."):
         Config.merge({"global_batch_size": 8, "seed": -1}, flags={"seed": 1})

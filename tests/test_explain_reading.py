@@ -235,3 +235,17 @@ def test_events_alone_name_the_failure(tmp_path):
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     answer = explain_selections(read_folder(str(tmp_path)))
     assert (answer.kind, answer.culprit_rank) == ("amp-unscale-fp16", 2)
+
+
+def test_a_run_that_stopped_in_good_order_says_how_to_go_on(tmp_path):
+    start = {"kind": "start", "update": 0, "rank": 0}
+    stop = {"kind": "stop", "update": 54, "rank": 0, "reason": "SIGTERM"}
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (start, stop)))
+    answer = explain_selections(read_folder(str(tmp_path)), "en")
+    assert answer.kind == "evener-stopped"
+    assert answer.summary.lower().startswith(
+        "the run stopped after 55 updates (sigterm), with a checkpoint: run the same"
+    )
+    path.write_text("".join(json.dumps(one) + "\n" for one in (start, stop, start)))  # it went on
+    assert explain_selections(read_folder(str(tmp_path)), "en").kind is None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import types
 
 import pytest
 
-from evener.launch.console import Follower
+from evener.launch.console import Console, Follower
 from evener.launch.failure import as_error, clean, find_cause, ranks_text
 from evener.launch.records import Line, Raised, RankEnd, read_ends
 
@@ -197,3 +198,13 @@ def test_a_rank_inside_of_a_users_function_waits_for_nobody():
         found = find_cause([timed_out, end])
         assert found.cause.rank == 1 and found.absent
     assert find_cause([timed_out, waiting]).cause.rank == 0
+
+
+@pytest.mark.parametrize("tee", ["rank0", "none"])
+def test_the_traceback_of_another_rank_keeps_its_shape_and_is_not_shown_to_whoever_wants_nothing(tmp_path, capsys, tee):
+    launch = types.SimpleNamespace(first_rank=0, nproc=2, tee=tee, logs=str(tmp_path), private=str(tmp_path))
+    console = Console(launch)
+    console.show_error(1, "Traceback:\n  File x\n    load(\x1b[2J)\n")
+    console.close()
+    shown = "[rank 1] Traceback:\n[rank 1]   File x\n[rank 1]     load(?[2J)\n"
+    assert capsys.readouterr().err == (shown if tee == "rank0" else "")

@@ -65,6 +65,11 @@ def test_the_tensor_and_the_rank_are_named(ranks, tmp_path, world, harm, tensor)
     assert (tmp_path / "run" / "checkpoints" / "update-2").exists()
 
 
+def test_without_checkpoints_they_are_compared_at_the_end(ranks, tmp_path):
+    for made, cause, _ in ranks(3)(train, str(tmp_path / "run"), "weight", 1, None):
+        assert made == 8 and "0.bias differs" in cause
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_healthy_ranks_are_left_alone(ranks, tmp_path, world):
     assert {made for made, cause, *_ in ranks(world)(train, str(tmp_path / "run"), "none", 0, 2)} == {8}

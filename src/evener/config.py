@@ -117,7 +117,9 @@ class Config:
     prepare: Callable[[Any, Any], Any] | None = field(default=None, metadata=_function("batch", "f(batch, generator)"))
     stream: str | None = field(default=None, metadata=_row("batch", checks.word("split", "mine", none=True)))
     on_bad_sample: str = field(default="raise", metadata=_row("batch", checks.word("raise", "skip")))
-    seed: int = field(default=0, metadata=_row("batch", checks.whole(0, "a whole number from 0")))
+    seed: int = field(
+        default=0, metadata=_row("batch", checks.whole(0, "a whole number from 0 to 2**64 - 1", most=2**64 - 1))
+    )
     loss_is: str | None = field(default=None, metadata=_row("batch", checks.word("row mean", none=True)))
     # step
     precision: str | Mapping[str, str] = field(default="auto", metadata=_row("step", checks.precision))

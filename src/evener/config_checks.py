@@ -43,8 +43,10 @@ def _converted(to: Callable[[Any], Number], value: Any) -> Number | None:
         return None
 
 
-def whole(least: int, allowed: str, error: type[UsageError] = UsageError, none: bool = False) -> Check:
-    """A whole number of at least `least`; numpy's are taken, a bool, a float and a text are not."""
+def whole(
+    least: int, allowed: str, error: type[UsageError] = UsageError, none: bool = False, most: int | None = None
+) -> Check:
+    """A whole number from `least` (to `most`); numpy's are taken, a bool, a float and a text are not."""
 
     def check(name: str, value: Any) -> int | None:
         if value is None and none:
@@ -54,7 +56,7 @@ def whole(least: int, allowed: str, error: type[UsageError] = UsageError, none: 
             text = str(value).replace("_", "") if isinstance(value, str | float) else ""
             fix = [f"{name}={int(float(text))}"] if text.removesuffix(".0").isdecimal() else []
             raise refused(name, value, allowed, *fix, error=error)
-        if number < least:
+        if number < least or (most is not None and number > most):
             raise refused(name, number, allowed, error=error)
         return number
 

@@ -33,19 +33,28 @@ def read_folder(path: str) -> list[Selection]:
 
 
 def _events(path: str) -> Selection:
-    """The events of a run that tell of trouble, each as a line of text."""
-    selection = Selection(path)
+    """The events of a run that tell of trouble, each as a line of text; a stop only where nothing followed it."""
+    selection, stopped = Selection(path), list[Raw]()
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             selection.lines_total = number
-            if '"kind": "error"' not in line and '"kind": "warning"' not in line:
+            if not re.search(r'"kind": "(error|warning|start|stop)"', line):
                 continue
             try:
                 event = json.loads(line)
-                text = str(event.get("text", ""))
-                said = f"{event['type']}: {text}" if event["kind"] == "error" else f"warning: {text}"
+                if (kind := event["kind"]) == "start":
+                    stopped = []
+                elif kind == "stop":  # as the console says it
+                    said = (
+                        f"stopped after {event['update'] + 1} updates ({event['reason']}); start it again to continue"
+                    )
+                    stopped = [Raw(path, number, said)]
+                if kind in ("start", "stop"):
+                    continue
+                said = f"{event['type'] if kind == 'error' else kind}: {event.get('text', '')}"
             except (ValueError, KeyError, TypeError):
                 continue  # a torn line, or a newer version's
             mark = f"[rank{event['rank']}]: " if isinstance(event.get("rank"), int) else ""
             selection.lines += [Raw(path, number, mark + part) for part in said.splitlines()]
+    selection.lines += stopped
     return selection

@@ -115,7 +115,7 @@ class Console:
                     self.channels[descriptor] = self._channel(descriptor, launch.private)
         followed = [rank for rank in ranks if rank > 0 and launch.tee == "all"]
         self.followers = [Follower(os.path.join(launch.logs, f"rank{rank}.log"), rank) for rank in followed]
-        self.shown = {0 for _ in self.channels} | set(followed)
+        self.shown = set(ranks) if launch.tee == "none" else {0 for _ in self.channels} | set(followed)
 
     def _channel(self, descriptor: int, folder: str) -> Channel:
         first = self.channels.get(1)
@@ -159,10 +159,10 @@ class Console:
         self.follow(last=True)
 
     def show_error(self, rank: int, text: str) -> None:
-        """The traceback of the rank that failed, unless its output has been shown here."""
-        if rank not in self.shown and text:
-            for line in text.rstrip().splitlines():
-                say(clean(line), mark=f"[rank {rank}] ")
+        """The traceback of the rank that failed, unless its output has been shown here, or is not wanted."""
+        for line in text.rstrip().splitlines() if rank not in self.shown else ():
+            indent = line[: len(line) - len(line.lstrip(" "))]
+            say(indent + clean(line), mark=f"[rank {rank}] ")
 
     def resize(self) -> None:
         for channel in self.unique():

@@ -1,9 +1,8 @@
 """`evener run --hang-after T`: nothing was done for so long. Which rank does not move, in which phase, at which line.
 
 A rank's `Run` touches a file while it works (`run/beat.py`), a few times a second at most. A script without `Run` is
-watched from outside: what its ranks write, and the CPU time that they and their children use. Nothing else is recorded
-while a training runs: phase and line are read from the stack that a rank writes when it is asked, in native code too,
-and its collective from torch's flight recorder.
+watched from outside: its ranks' logs, and CPU time and bytes of files that they and their children use. Nothing else
+is recorded: phase and line are in the stack that a rank writes when asked, its call in torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -38,7 +38,7 @@ _PHASES = [
     (r"run/loop\.py", "save", "save"),
     (r"run/(loop|prepare)\.py", "_feed|__call__", "data"),
 ]
-_IDLE = 0.02  # of a CPU: what a process uses that does nothing but wait
+_IDLE, _IDLE_BYTES = 0.02, 10_000  # of a CPU, and bytes a second: what a process uses that does nothing but wait
 
 
 class Hang:
@@ -71,12 +71,16 @@ class Hang:
         return now - self.since >= self.seconds
 
     def _from_outside(self) -> dict[str, int]:
-        """What every log holds, and CPU time in steps that an idle process does not reach in `seconds`."""
+        """What every log holds, and CPU time and bytes of files in steps that an idle process does not reach in
+        `seconds`. What goes through a socket alone is not among them: the kernel does not count it by process.
+        """
         seen = {entry.name: _stat(entry.path)[0] for entry in _entries(self.logs) if entry.name.endswith(".log")}
         for one in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if one.ppid() != os.getpid():  # the agent looks after its ranks all the time
                     seen[str(one.pid)] = int(sum(one.cpu_times()[:2]) / (_IDLE * self.seconds))
+                    if sys.platform == "linux":
+                        seen[f"{one.pid} bytes"] = int(sum(one.io_counters()[2:]) / (_IDLE_BYTES * self.seconds))
         return seen
 
 
@@ -117,7 +121,7 @@ def stopped(logs: str, ranks: Mapping[int, int], signum: signal.Signals) -> Laun
     sender = "Ctrl-C" if signum == signal.SIGINT else "sent to the launcher"
     text = f"stopped by {signum.name} ({sender}), and no rank had failed before"
     if still and waits:
-        evidence.append(f"if nothing moved any more, look at {failure.ranks_text(still)}: the others waited")
+        evidence.append(f"if nothing moved any more, look at {failure.ranks_text(still)}: the others waited for it")
     with contextlib.suppress(OSError), open(os.path.join(logs, "stop.log"), "w", encoding="utf-8") as file:
         file.write("\n  ".join([f"evener: {text}", *evidence]) + "\n")
     evidence.append(f"logs: {failure.relative(logs, os.getcwd())}")
@@ -186,4 +190,6 @@ def _where(stack: Sequence[Line], call: str = "") -> str:
     own = failure.users_frame([one for one in stack if not one.file.startswith(failure.EVENER)])
     call = call or next((one.function for one in stack if one.file.endswith("distributed_c10d.py")), "")
     line = "" if own is None else f", {failure.line_text(own, os.getcwd())}"
-    return f"in phase {phase_of(stack)}{f' ({call})' if call else ''}{line}"
+    phase = phase_of(stack)
+    place = {"script": "in the script", "start": "in the constructor of Run"}.get(phase, f"in phase {phase}")
+    return f"{place}{f' ({call})' if call else ''}{line}"

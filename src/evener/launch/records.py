@@ -104,13 +104,10 @@ def read_ends(logs: str, nproc: int, first: int = 0) -> list[RankEnd]:
 
 
 def read_stack(path: str, start: int = 0) -> tuple[Line, ...]:
-    """The main thread's frames when it was first asked (after `start` bytes), innermost first; a second asker may find
-    it going on again.
-    """
+    """The main thread's frames when first asked (after `start` bytes), innermost first; later it may go on."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         file.seek(start)
-        block = file.read().partition("Current thread ")[2]
-        block = re.split(r"^(?:Current thread|Thread) ", block, maxsplit=1, flags=re.MULTILINE)[0]
+        block = file.read().partition("Stack (most")[2].partition("Stack (most")[0]
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, flags=re.MULTILINE)
         return tuple(
             Line(name, int(line), function, linecache.getline(name, int(line)).strip())

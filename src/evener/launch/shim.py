@@ -152,7 +152,7 @@ def die_with_the_launcher(supervisor: int) -> None:
 
 
 def answer_requests(path: str) -> None:
-    """Whatever this rank waits for: on STACK_SIGNAL all threads' stacks go into a file, on CALLS_SIGNAL its collective.
+    """Whatever this rank waits for: on STACK_SIGNAL its main thread's stack goes into a file, on CALLS_SIGNAL its call.
 
     The first is native code; the second needs Python, and a thread of its own. No thread takes its signal otherwise.
     """
@@ -160,7 +160,9 @@ def answer_requests(path: str) -> None:
         return
     with contextlib.suppress(OSError):
         file = open(f"{path}.stack", "wb", buffering=0)  # noqa: SIM115  (open as long as the process lives)
-        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+        # Of the main thread alone: the handler does not hold the interpreter's lock, and another thread that goes on
+        # changes its frames while they are read.
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
     calls = {CALLS_SIGNAL}
     signal.pthread_sigmask(signal.SIG_BLOCK, calls)
 
@@ -184,9 +186,10 @@ def note_call(path: str) -> None:
 def keep(path: str, values: dict[str, Any]) -> None:
     """Written whole, so that a reader or a kill in the middle never sees half of it."""
     with contextlib.suppress(OSError):  # a full disk must not replace the script's own error
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        new = f"{path}.{threading.get_native_id()}.tmp"  # two threads may write one file
+        with open(new, "w", encoding="utf-8") as file:
             json.dump(values, file)
-        os.replace(f"{path}.tmp", path)
+        os.replace(new, path)
 
 
 def ask(pid: int) -> str:

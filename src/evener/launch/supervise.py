@@ -290,6 +290,9 @@ class _Supervisor:
             # A rank that stopped in good order says so by its exit code (to be requeued, for example).
             codes = [end.code for end in ends if end.how == "exit" and end.code]
             well = all(end.how in ("finished", "exit") for end in ends)
+            if well:  # nothing to look into: saved, or over
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.launch.logs, "stop.log"))
             code = 130 if self.received == signal.SIGINT else 0 if well else 128 + self.received
             return Ending(codes[0] if codes else code, None if well else self.waited, stopped=True)
         if self.hung is not None:

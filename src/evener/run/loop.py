@@ -162,6 +162,8 @@ class Loop:
             if goes_on:
                 if run.config.save_every is not None:
                     self.save(run.number)
+                else:
+                    run.saving.compare_ranks()
                 if run._predicted and run.is_main:
                     pulse = run._out.pulse
                     line, peaks = compare(run._predicted, run.device, pulse.updates, pulse.waited + pulse.stepped)

@@ -158,7 +158,7 @@ class Saving:
         self.failed, began = None, time.monotonic()  # this one speaks for itself
         with self.engine.group.call("save" if isinstance(name, str) else "the loop's checkpoint"):
             self.engine.meet()
-            refuse_divergence(self.engine.model, [target.optimizer for target in self.engine.targets.values()])
+            self.compare_ranks()
             states = {
                 "engine": self.engine.state_dict(copy=False),  # written, or copied by `begin`, before this returns
                 "registered": {key: thing.state_dict() for key, thing in self.registered.items()} | self.waiting,
@@ -187,6 +187,10 @@ class Saving:
             notes = self.checkpoints.save(name, states, about)
         seconds = time.monotonic() - began
         self._written(name, number, seconds, seconds, notes)
+
+    def compare_ranks(self) -> None:
+        """Before every checkpoint, and at the end of a loop without any."""
+        refuse_divergence(self.engine.model, [target.optimizer for target in self.engine.targets.values()])
 
     def landed(self, *, wait: bool = False) -> None:
         """Say what became of the checkpoint behind the training, if it is known. Rank 0 knows; no communication."""
