@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import os
 import re
+import runpy
 import struct
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from evener.errors import EvenerError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 needs_sklearn = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the digits are scikit-learn's")
@@ -84,6 +87,46 @@ def test_gpt_learns_evaluates_and_writes(tmp_path):
     assert bits < 5.6
     _, _, written = output.partition("def ")
     assert len(written) >= 250, output
+
+
+def shown_in_the_readme(word):
+    """The block of the README that has this command, its first line left out."""
+    text = (EXAMPLES.parent / "README.md").read_text("utf-8")
+    return re.search(rf"\$ [^\n]*{re.escape(word)}[^\n]*\n(.*?)^```$", text, re.M | re.S)[1]
+
+
+def test_the_broken_old_script_is_told_as_the_readme_shows(tmp_path):
+    command = [sys.executable, "-m", "evener", "run", "--nproc", "2", "--cpu", "--tee", "none"]
+    done = subprocess.run(
+        [*command, "--log-dir", str(tmp_path), "examples/broken/old.py"], cwd=EXAMPLES.parent, capture_output=True, text=True,
+        timeout=300, env={**os.environ, "LC_ALL": "C"},
+    )  # fmt: skip
+    shown = shown_in_the_readme("broken/old.py").splitlines()
+    assert done.returncode == 1
+    for line in (*shown[1:3], *shown[5:12]):
+        assert line in done.stderr.splitlines(), line
+
+
+def test_the_broken_labels_are_refused_as_the_readme_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["labels.py"])
+    with pytest.raises(EvenerError) as raised:
+        runpy.run_path(str(EXAMPLES / "broken" / "labels.py"), run_name="__main__")
+    assert str(raised.value).splitlines()[:4] == [
+        line.removeprefix("evener: ") for line in shown_in_the_readme("broken/labels.py").splitlines()[:4]
+    ]
+
+
+@pytest.mark.full
+def test_verify_finds_both_mistakes_as_the_readme_shows(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "evener", "verify", str(EXAMPLES / "broken" / "counts.py")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    for line in shown_in_the_readme("broken/counts.py").splitlines():
+        if line.startswith(("2 processes", "killed", "  likely", "      or")):
+            assert line in done.stdout.splitlines(), line
 
 
 @pytest.mark.parametrize(
