@@ -187,8 +187,6 @@ def refused(kind):
     model = seeded(Net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        if kind == "two":
-            evener.Engine({"a": model, "b": seeded(Net)}, optimizer, device="cpu", strategy="fsdp")
         if kind == "inside":
             engine = new_engine(model, loss=lambda model, batch: model.blocks[0].up(torch.ones(2, 6)).sum())
             try:
@@ -217,7 +215,6 @@ def refused(kind):
         ("copies", 'fsdp["shard_ranks"]=1 belongs to strategy="hsdp"; this one is "fsdp"'),
         ("bool", 'fsdp["shard_ranks"]=True: a number of ranks'),
         ("order", 'exact=True with strategy="hsdp"'),
-        ("two", 'strategy="fsdp" shards one model with one optimizer'),
         ("compile", "blocks are compiled one by one"),
         ("key", "fsdp's key='block' is not known.\n  fix: fsdp's key=\"blocks\""),
         ("accumulate", "is one of: reduce, keep"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def blocks_named(model: Module, named: Sequence[Any], keyword: str) -> dict[str,
     return found
 
 
-def find_blocks(model: Module, named: Sequence[Any] | None) -> dict[str, Module]:
+def find_blocks(model: Module, named: Sequence[Any] | None, apart: Collection[str] = ()) -> dict[str, Module]:
     """The modules that are gathered each on its own, inner ones first.
 
     By repetition; where no block is repeated, single layers that are large enough. A module that shares a parameter
@@ -55,7 +55,7 @@ def find_blocks(model: Module, named: Sequence[Any] | None) -> dict[str, Module]
         inside = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
         return bool(inside) and all(places[one] == count for one, count in inside.items())
 
-    modules = {name: one for name, one in model.named_modules() if name and alone(one)}
+    modules = {name: one for name, one in model.named_modules() if name and name not in apart and alone(one)}
     inside = {
         id(part) for one in model.modules() if isinstance(one, torch.nn.MultiheadAttention) for part in one.modules()
     }
@@ -70,6 +70,8 @@ def find_blocks(model: Module, named: Sequence[Any] | None) -> dict[str, Module]
                 why = "shares a parameter with another part of the model"
                 if id(one) in inside:
                     why = "is (in) a MultiheadAttention, which stays in one piece with what is around it"
+                elif name in apart:
+                    why = "is a model of its own: blocks are parts of one"
                 raise UsageError(f"fsdp's blocks: {name} {why}.", fix=["leave it out: it stays with the rest"])
             found |= fit
     else:

@@ -138,6 +138,7 @@ class Engine:
             one_of("loss_is", loss_is, ["row mean"])
         one_of("batchnorm", batchnorm, ["slice", "sync", "frozen"])
         self.hooks: list[Any] = bn.freeze(self.model) if batchnorm == "frozen" else []
+        self.alone = len(optimizers) == 1
         self.group = group if group is not None else Group(self.device, timeout=timeout)
         rank, world = self.group.rank, self.group.world_size
         self.distributed = world > 1
@@ -170,7 +171,7 @@ class Engine:
         self.shards: Shards | None = None
         twin: Shards | None = None
         if sharded:
-            check_fsdp(models, optimizers, options, self.precision, exact=exact, compile=compile, world_size=world)
+            check_fsdp(optimizers, options, self.precision, exact=exact, compile=compile, world_size=world)
             self.join = self.join or Join(self.cut, split, self.device)
         self.keeps = check_saved(saved_activations, strategy=self.strategy, exact=exact, compile=compile)
         self.precision, self.approximate = setup.check_traffic(
@@ -186,13 +187,16 @@ class Engine:
         if world > 1:
             with self.group.call("the constructor of Run or Engine"):
                 if sharded:
-                    (only,), (one,) = models.values(), optimizers.values()
+                    apart = () if isinstance(model, torch.nn.Module) else tuple(models)
                     place = Place(self.device, rank, world, policy_of(self.precision, exact=exact))
-                    self.shards, twin = sharded_with_twin(only, options, place, ema is not None, seed, fill)
-                    self.shards.remap(one)
+                    self.shards, twin = sharded_with_twin(
+                        self.model, options, place, ema is not None, seed, fill, apart
+                    )
+                    for one in optimizers.values():
+                        self.shards.remap(one)
                     self.notes.append(self.shards.words())
                     if compile:
-                        blocks = self.shards.blocks.values() or [only]
+                        blocks = self.shards.blocks.values() or models.values()
                         self.hooks += [setup.CompiledForward(block) for block in blocks]
                     parameters = {name: check_parameters(self.named(), one) for name, one in optimizers.items()}
                 for tensor in (*(self.model.parameters() if not self.shards else ()), *self.model.buffers()):
@@ -226,7 +230,7 @@ class Engine:
                 max_grad_norm=norm,
                 exact=exact,
                 loss_is=loss_is,
-                alone=len(names) == 1,
+                everything=self.alone or self.shards is not None,
                 half_reduced=gradient_compression is not None and world > 1,
             )
         self.randomness = Randomness(seed, self.device, rank=rank, per_slice=self.cut.slice_size is not None)

@@ -14,9 +14,9 @@ import functools
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -101,12 +101,12 @@ class Root(Module):
     def __init__(self, model: Module) -> None:
         super().__init__()
         self.model = model
-        self.before: Callable[[], None] | None = None  # called when the model's own parameters are gathered
+        self.before: list[Callable[[], None]] = []  # called when the model's own parameters are gathered
 
     def forward(self, call: Callable[[], Any]) -> Any:
         self.model.unshard()  # type: ignore[operator]
-        if self.before is not None and torch.is_grad_enabled():
-            self.before()
+        for hook in self.before if torch.is_grad_enabled() else ():
+            hook()
         return call()
 
 
@@ -115,10 +115,17 @@ class Shards:
 
     fill: Gives a blank model (on the meta device) its values once it is sharded: `load`, or a copy of other shards.
         Without it they come from `seed`, block by block.
+    apart: Names of modules that are models themselves: no blocks, so that any of their methods may be called.
     """
 
     def __init__(
-        self, model: Module, options: Options, at: Place, fill: Callable[[Shards], None] | None = None, seed: int = 0
+        self,
+        model: Module,
+        options: Options,
+        at: Place,
+        fill: Callable[[Shards], None] | None = None,
+        seed: int = 0,
+        apart: Collection[str] = (),
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -135,7 +142,9 @@ class Shards:
         sizes = (copies, self.among)[copies == 1 :]
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
         self.group = mesh.get_group(mesh.ndim - 1)
-        self.blocks = find_blocks(model, options.blocks)
+        self.blocks = find_blocks(model, options.blocks, apart)
+        if type(model).forward is Module.forward:  # a container of models: FSDP takes none without a forward
+            model.__class__ = type(type(model).__name__, (type(model),), {"forward": _refuse_call})
         before = dict(model.named_parameters())
         whole = {p for p in before.values() if p.ndim == 0}
         reshard = options.reshard_after_forward
@@ -174,6 +183,8 @@ class Shards:
         self.by_local = {id(one.local): one for one in self.shards.values()}
         if blank and fill is not None:
             fill(self)
+        self.frozen: list[Any] = []  # while another optimizer's parameters train
+        self.summed: dict[int, Any] = {}  # block -> what reduces its gradients
         self.log = array("i")  # collectives in their order: i + 1 gathers block i, -(i + 1) reduces it
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(part)] or "what is in no block" for part in self.parts[1:]]
@@ -338,10 +349,22 @@ class Shards:
     def _said(self, entry: int) -> str:
         return f"{'gathers' if entry > 0 else 'reduces'} {self.names[abs(entry) - 1]}"
 
-    def clear(self) -> None:
-        """Let go of the gradients of the model's own parameters."""
-        for one in self.shards.values():
+    def clear(self, pieces: Iterable[Shard] | None = None) -> None:
+        """Let go of the gradients of the model's own parameters (of several optimizers': of one's)."""
+        for one in self.shards.values() if pieces is None else pieces:
             one.source.grad = None
+
+    def attend(self, pieces: Iterable[Shard]) -> None:
+        """Only these train, until `release`: FSDP makes gradients of everything that does."""
+        trained = {id(one) for one in pieces}
+        self.frozen += [s.source for s in self.shards.values() if s.source.requires_grad and id(s) not in trained]
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
+
+    def release(self) -> None:
+        for parameter in self.frozen:
+            parameter.requires_grad_(True)
+        self.frozen = []
 
     def reshard(self) -> None:
         for part in self.parts:
@@ -392,6 +415,10 @@ def _prepare(parameter: Parameter, device: torch.device) -> None:
     dist.broadcast(parameter.data, 0)
 
 
+def _refuse_call(models: Module, *args: Any) -> NoReturn:
+    raise ModelError(f"a {type(models).__name__} has no forward.", fix=["call one of the models in it"])
+
+
 def _resets_above(model: Module, blocks: Mapping[str, Module]) -> bool:
     """Whether some module that holds a block makes the block's values too, in a reset of its own."""
     names = {name.rpartition(".")[0] for name in blocks}
@@ -404,7 +431,6 @@ def _resets_above(model: Module, blocks: Mapping[str, Module]) -> bool:
 
 
 def check_fsdp(
-    models: Mapping[str, Any],
     optimizers: Mapping[str, Any],
     options: Options,
     precision: Precision,
@@ -433,10 +459,6 @@ def check_fsdp(
             'exact=True with strategy="hsdp": an all-reduce adds up the copies of the model, in no fixed order.',
             fix=['strategy="fsdp", which keeps the order', "or exact=False"],
         )
-    if len(models) > 1 or len(optimizers) > 1:
-        raise UsageError(
-            'strategy="fsdp" shards one model with one optimizer.', fix=['strategy="ddp" for several of either']
-        )
     if compile and exact:
         raise UsageError(
             'exact=True with compile=True and strategy="fsdp": blocks are compiled one by one, and on one process the '
@@ -463,14 +485,20 @@ def policy_of(precision: Precision, *, exact: bool) -> Any:
 
 
 def sharded_with_twin(
-    model: Module, options: Options, at: Place, twin: bool, seed: int, fill: Callable[[Shards], None] | None
+    model: Module,
+    options: Options,
+    at: Place,
+    twin: bool,
+    seed: int,
+    fill: Callable[[Shards], None] | None,
+    apart: Collection[str],
 ) -> tuple[Shards, Shards | None]:
     """The model sharded, and a second one of the same form and values, for an average. On all ranks."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
     second = copy.deepcopy(model, memo) if twin else None
-    shards = Shards(model, options, at, fill, seed)
+    shards = Shards(model, options, at, fill, seed, apart)
     if second is None:
         return shards, None
 

@@ -113,6 +113,8 @@ def backward(
     finally:
         if engine.join is not None:
             engine.join.inside = engine.join.idle = False
+        if engine.shards is not None and not engine.alone:
+            engine.shards.release()
         # Also when loss_fn raises: a user's own draws go on as if nothing had been computed.
         engine.randomness.restore(states)
     if not target.named_unused:
@@ -283,7 +285,7 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
             for parameter in target.parameters:
                 parameter.grad = None  # freed during the next forward
             if engine.shards is not None:
-                engine.shards.clear()
+                target.spread.clear()
             now = time.perf_counter()
             update = Update(
                 engine.number,

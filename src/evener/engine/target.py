@@ -44,11 +44,11 @@ class Target:
         max_grad_norm: float | None,
         exact: bool,
         loss_is: str | None,
-        alone: bool,
+        everything: bool,  # a backward may reach what other optimizers hold
         half_reduced: bool,  # gradients travel in half precision
     ) -> None:
         self.name, self.optimizer, self.spread = name, optimizer, spread
-        self.alone, self.half_reduced = alone, half_reduced
+        self.everything, self.half_reduced = everything, half_reduced
         self.take(parameters)
         self.loss_scale, self.schedule, self.flags = loss_scale, schedule, flags
         self.max_grad_norm, self.exact, self.loss_is = max_grad_norm, exact, loss_is
@@ -78,7 +78,7 @@ class Target:
     @property
     def inputs(self) -> Sequence[torch.nn.Parameter] | None:
         """Where other optimizers' parameters take part in the same graph, only these may receive gradients."""
-        return None if self.alone else self.parameters
+        return None if self.everything else self.parameters
 
     # ------------------------------------------------------------------------------------------------ factors
 

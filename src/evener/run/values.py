@@ -20,12 +20,13 @@ def give_values(
 ) -> tuple[list[str], Callable[[Any], None] | None]:
     """Lines to show; and under fsdp what gives a blank model its values once it is sharded: no rank holds all of it."""
     models = by_name("model", model)
-    modules = [one for one in models.values() if isinstance(one, torch.nn.Module)]  # others are refused later
-    blank = [one for one in modules if any(t.is_meta for t in (*one.parameters(), *one.buffers()))]
+    modules = {name: one for name, one in models.items() if isinstance(one, torch.nn.Module)}  # others: refused later
+    blank = {name: one for name, one in modules.items() if any(t.is_meta for t in (*one.parameters(), *one.buffers()))}
     later = bool(blank) and config.strategy in ("fsdp", "hsdp") and world_size > 1
     if config.weights is None:
-        for one in () if later else blank:
-            materialise(one, device, config.seed)
+        if not later:
+            for name, one in blank.items():
+                materialise(one, device, config.seed, name)
         return [], None
     if len(models) > 1:
         raise UsageError("weights= is for one model.", fix=["evener.load(dir, g=generator, d=discriminator)"])

@@ -33,6 +33,9 @@ class Spread:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def clear(self) -> None:
+        """Let go of gradients that are kept beside `.grad` of the optimizer's parameters (fsdp)."""
+
     def gradients(self) -> Tensors:
         """The gradients that exist now, in parameter order: a user may have replaced them."""
         return existing(self.parameters)

@@ -40,7 +40,8 @@ def make_spread(engine: Engine, parameters: Sequence[torch.nn.Parameter], optimi
         assert engine.join is not None
         from evener.engine.spread.fsdp import FSDP  # its imports cost as much as torch's own
 
-        return FSDP(parameters, shards=engine.shards, join=engine.join, slice_size=size if engine.batch.exact else None)
+        sliced = size if engine.batch.exact else None
+        return FSDP(parameters, shards=engine.shards, join=engine.join, slice_size=sliced, alone=engine.alone)
     if engine.batch.exact:
         assert size is not None
         return Exact(parameters, rank=rank, world_size=world, slice_size=size)

@@ -29,9 +29,16 @@ class FSDP(Spread):
     name = "fsdp"
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, shards: Shards, join: Join, slice_size: int | None
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        shards: Shards,
+        join: Join,
+        slice_size: int | None,
+        alone: bool,
     ) -> None:
         super().__init__(parameters)
+        self.alone = alone  # no other optimizer's parameters are in the graph
         self.copies = shards.world // shards.among
         self.shards, self.join = shards, join
         self.pieces = [shards.by_local[id(parameter)] for parameter in parameters]
@@ -49,11 +56,16 @@ class FSDP(Spread):
         self.handed: Tensors = []
         self.square = torch.zeros(())
         self.hooks: list[Any] = []
+        self.whole: list[Callable[[], None]] = []  # called for what is in no block
         self.trees: list[_Tree] = []
         self.late: tuple[torch.Tensor, torch.Event, array[int]] | None = None
         self.poison: torch.Tensor | None = None
         for number, (part, inside) in enumerate(shards.gathered_by(), 1):
-            summed = (_Sum if slice_size is None else _Tree)(join, shards.log, number, keeps=self.keeps)
+            # One for all optimizers: they take turns.
+            if number not in shards.summed:
+                kind = _Sum if slice_size is None else _Tree
+                shards.summed[number] = kind(join, shards.log, number, keeps=self.keeps)
+            summed = shards.summed[number]
             if isinstance(summed, _Tree):
                 self.trees.append(summed)
             part.set_custom_reduce_scatter(summed)
@@ -63,7 +75,8 @@ class FSDP(Spread):
             target = shards.root if part is shards.model else part
             self.hooks.append(hook)
             if target is shards.root:
-                shards.root.before = hook.forward
+                self.whole.append(hook.forward)
+                shards.root.before.append(hook.forward)
             else:
                 self.hooks.append(part.register_forward_pre_hook(hook))
 
@@ -80,7 +93,9 @@ class FSDP(Spread):
     def begin(self, rows: int) -> None:
         super().begin(rows)
         self.shards.reshard()
-        self.shards.clear()
+        self.clear()
+        if not self.alone:
+            self.shards.attend(self.pieces)
         self.handed = []  # or the last update's gradients would live through this one's forward and backward
         self.inner.begin(rows)
         self.used = [False] * len(self.pieces)
@@ -88,6 +103,9 @@ class FSDP(Spread):
         del self.shards.log[:]
         for tree in self.trees:
             tree.begin(self.slots(rows))
+
+    def clear(self) -> None:
+        self.shards.clear(None if self.alone else self.pieces)
 
     def forward(self, loss_fn: Callable[..., Any], model: Any, batch: Any, rows: int) -> Any:
         def compute() -> Any:
@@ -213,7 +231,7 @@ class FSDP(Spread):
 
     def close(self) -> None:
         self.inner.close()
-        self.shards.root.before = None
+        self.shards.root.before = [hook for hook in self.shards.root.before if hook not in self.whole]
         for hook in self.hooks:
             hook.remove()
 
