@@ -1,12 +1,7 @@
 """The data position and its algebra: integers only, free of rank, world size and worker count.
 
-An epoch of `length` rows is cut into updates of `global_batch_size` rows. An update never crosses the end of an epoch:
-the last one is shorter, or with `drop_last` the rest is left out. So from the start of an epoch
-
-    updates = length // G             (drop_last)        rows of an update = G, always
-    updates = ceil(length / G)        (otherwise)        the last one has length - (updates - 1) * G
-
-A cursor may stand at any offset, not only at multiples of G: a run may resume with another global batch size.
+An update never crosses the end of an epoch: the last one is shorter, or with `drop_last` left out. A cursor may stand
+at any offset, not only at multiples of the global batch: a run may resume with another size.
 """
 
 from __future__ import annotations

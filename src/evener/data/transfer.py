@@ -21,9 +21,8 @@ def pinned(batch: Any) -> Any:
 
 
 def _pin(thing: Any) -> Any:
-    return (
-        thing.pin_memory() if callable(getattr(thing, "pin_memory", None)) and getattr(thing, "is_cpu", True) else thing
-    )
+    able = callable(getattr(thing, "pin_memory", None)) and getattr(thing, "is_cpu", True)
+    return thing.pin_memory() if able else thing
 
 
 def _record(stream: torch.cuda.Stream, thing: Any) -> Any:

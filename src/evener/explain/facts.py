@@ -258,6 +258,7 @@ def _ends_of_fates(fates: Collection[Fate], order: int) -> list[Ended]:
     """Ranks that ended without an exception of their own, from their launcher's record."""
     found: list[Ended] = []
     over = any(one.how is not None or one.code is not None or one.stopped for one in fates)
+    failed = min((one.seconds for one in fates if one.how == "exception" and one.seconds is not None), default=0.0)
     for fate in fates:
         code = fate.code
         if over and fate.how is None and code is None and not fate.stopped and fate.pid is not None:
@@ -265,7 +266,8 @@ def _ends_of_fates(fates: Collection[Fate], order: int) -> list[Ended]:
         quiet = fate.how in (None, "exit", "finished")
         if not quiet or code is None or (code >= 0 and fate.tracebacks):
             continue  # nothing to tell, nobody knows (the job may still be running), or SystemExit with a message
-        early = fate.how is not None and 0 <= code < _OWN_CODES and _before_a_failure(fate, fates)
+        before = fate.seconds is not None and fate.seconds < failed
+        early = fate.how is not None and 0 <= code < _OWN_CODES and before
         if code == 0 and fate.how is not None and not early:
             continue
         said = f"rank {fate.rank} ended with exit code {code}"
@@ -284,11 +286,6 @@ def _ends_of_fates(fates: Collection[Fate], order: int) -> list[Ended]:
 
 LEFT = 1000  # no exit code: a rank that left in the middle of its script, or before the others, without a word
 _OWN_CODES = 64  # from here on exit codes are evener's, and say why
-
-
-def _before_a_failure(fate: Fate, fates: Collection[Fate]) -> bool:
-    ends = [one.seconds for one in fates if one.how == "exception" and one.seconds is not None]
-    return fate.seconds is not None and bool(ends) and fate.seconds < min(ends)
 
 
 def lines_of_fate(fate: Fate) -> list[str]:

@@ -85,7 +85,8 @@ class _Reader:
         return tuple(sorted(named, key=lambda one: (-(one.memory_bytes or 0), one.pid)))
 
     def _list(self, what: str) -> list[tuple[int, int | None]] | None:
-        if has_long_records(self.driver):
+        version = re.match(r"535\.(\d+)\b", self.driver or "")
+        if version is not None and 43 <= int(version[1]) < 86:  # records of 32 bytes
             return self._list32(f"{what}_v3")
         rows = self.ask(f"{what}_v3")
         if rows is None and f"{what}_v3" not in self.errors:
@@ -165,11 +166,6 @@ class _Reader:
         links = self.links()
         ends = [self.ask("NvLinkRemotePciInfo", link) for link in links or ()]
         return None if links is None else [str(end.busId) for end in ends if end is not None]
-
-
-def has_long_records(driver: str | None) -> bool:
-    version = re.match(r"535\.(\d+)\b", driver or "")
-    return version is not None and 43 <= int(version[1]) < 86
 
 
 def named_process(pid: int, memory: int | None, kind: str, root: str = "/") -> Process:

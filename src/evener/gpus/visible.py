@@ -30,18 +30,6 @@ ORDER = "CUDA_DEVICE_ORDER"
 
 
 @dataclass(frozen=True)
-class Words:
-    """The words of the variable that count, without a look at the machine.
-
-    `indices` or `uuids` is set, or neither: every GPU. `ended` says why what follows them does not count.
-    """
-
-    indices: tuple[int, ...] | None = None
-    uuids: tuple[str, ...] | None = None
-    ended: str | None = None
-
-
-@dataclass(frozen=True)
 class Visible:
     """What a process started with this environment would see.
 
@@ -68,10 +56,8 @@ class Visible:
         return [f"{VARIABLE}={short}: {', '.join(pairs) or 'no GPU is visible'}", *self.because]
 
 
-def parse(value: str | None) -> Words:
-    """The words of the variable that count. Never raises: whatever is in it has a meaning."""
-    if value is None:
-        return Words()
+def parse(value: str) -> tuple[list[Any], str | None]:
+    """(the words that count: indices, or UUIDs; why what follows them does not). Never raises."""
     words, found, ended = value.split(","), list[Any](), None
     prefix = value[:4] if value.startswith(("GPU-", "MIG-")) else ""
     item: Any
@@ -92,17 +78,19 @@ def parse(value: str | None) -> Words:
             rest = "" if word is words[-1] else " and what follows it"
             ended = f"{shown!r} {why}: it{rest} does not count"
         break
-    return Words(uuids=tuple(found), ended=ended) if prefix else Words(indices=tuple(found), ended=ended)
+    return found, ended
 
 
 def read(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> Visible:
     """What the environment leaves visible of these GPUs (all of the machine, in the driver's order)."""
     value = environ.get(VARIABLE)
-    words = parse(value)
-    because = [words.ended] if words.ended else []
-    if words.uuids is not None:
-        return _by_uuid(value, words.uuids, gpus, because)
-    indices = tuple(range(len(gpus))) if words.indices is None else words.indices
+    indices: list[Any] = list(range(len(gpus)))
+    because: list[str] = []
+    if value is not None:
+        indices, ended = parse(value)
+        because += [ended] if ended else []
+    if value is not None and value.startswith(("GPU-", "MIG-")):
+        return _by_uuid(value, indices, gpus, because)
     counted = next((i for i, index in enumerate(indices) if index >= len(gpus)), len(indices))
     if counted < len(indices):
         there = f"GPUs 0 to {len(gpus) - 1}" if len(gpus) > 1 else "GPU 0" if gpus else "no GPU"
