@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import runpy
+import subprocess
 import sys
 import tokenize
 from dataclasses import MISSING, fields
@@ -63,6 +65,13 @@ def test_both_five_minutes_have_the_same_code_and_pictures():
     pictures = [re.findall(r"!\[.*?\]\((.*?)\)", prose(page)) for page in pages]
     levels = [re.findall(r"^#+", prose(page), re.MULTILINE) for page in pages]
     assert code[0] == code[1] and pictures[0] == pictures[1] and levels[0] == levels[1]
+
+
+def test_both_main_pages_lead_to_the_same_places():
+    pages = [ROOT / "docs" / name for name in ("index.md", "zh/index.md")]
+    links = [[(page.parent / link).resolve() for link in re.findall(r"\]\(([^)]+)\)", prose(page))] for page in pages]
+    english, chinese = [[link for link in of if link not in (page.resolve() for page in pages)] for of in links]
+    assert [link.name for link in english] == [link.name for link in chinese]
 
 
 def test_the_readme_stays_one_page():
@@ -165,6 +174,55 @@ RUNNABLE = [
     for number, (marked, language, text) in enumerate(blocks(page))
     if marked
 ]
+
+
+# Blocks that are not marked, and the test that runs them.
+ELSEWHERE = {
+    "lint.md": "test_lint_rules.py",  # each rule's wrong and right code, from the rules
+    "loggers.md": "test_loggers_of_others.py",
+    "migrate": "test_migration_pages.py",
+    "five-minutes.md": "test_docs.py",  # in Chinese: the code of the English page
+    "gpus.md": "test_docs.py",
+    "run.md": "test_docs.py",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_of_python_is_left_out(page):
+    left = [text for marked, language, text in blocks(page) if language in ("python", "diff") and not marked]
+    runs = ELSEWHERE.get(page.name, ELSEWHERE.get(page.parent.name))
+    assert not left or page.name == "README.zh-CN.md" or (runs and (ROOT / "tests" / runs).is_file()), left
+    assert len(left) <= 1 or runs != "test_docs.py"
+
+
+def unmarked(page: str) -> str:
+    return next(text for marked, language, text in blocks(ROOT / "docs" / page) if language == "python" and not marked)
+
+
+def test_the_block_about_picking_gpus_says_that_there_are_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(errors.EvenerError, match="GPU"):
+        run_here(unmarked("gpus.md"), tmp_path, monkeypatch)
+
+
+CELL = """
+import torch, evener
+from torch.nn import functional as F
+make_model = lambda: torch.nn.Linear(4, 3)
+loss_fn = lambda model, batch: (
+    F.cross_entropy(model(batch[0]), batch[1]),
+    {"accuracy": evener.Mean(total=(model(batch[0]).argmax(1) == batch[1]).sum(), count=len(batch[1]))},
+)
+x = torch.randn(128, 4)
+train_set = validation_set = (x, x.argmax(1) % 3)
+"""
+
+
+@pytest.mark.full
+def test_the_cell_about_spawning_gives_one_result_a_rank(tmp_path):
+    script = f"{CELL}{unmarked('run.md')}\nassert 0 <= accuracy <= 1 and set(weights) == {{'weight', 'bias'}}\n"
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environ, check=True, timeout=300)
 
 
 def sides(language: str, text: str) -> list[str]:
