@@ -29,7 +29,7 @@ def refused(text, **keywords):
 
 
 def test_sizes():
-    refused("microbatch_size=0: a whole number of rows", microbatch_size=0)
+    refused("microbatch_size=0 is not allowed.\n  fix: microbatch_size is None or a whole number", microbatch_size=0)
     refused("slice_size=4 has no meaning here", slice_size=4)
     refused("needs slice_size=", exact=True)
     refused(
@@ -37,7 +37,7 @@ def test_sizes():
     )
     refused("microbatch_size=8 or 12", exact=True, slice_size=4, microbatch_size=10)
     refused("slice_size=9 is larger than the global batch of 8", exact=True, slice_size=9, global_batch_size=8)
-    refused("max_grad_norm=0 must be larger than 0", max_grad_norm=0)
+    refused("max_grad_norm=0 is not allowed", max_grad_norm=0)
 
 
 def test_words_name_the_nearest():

@@ -174,7 +174,7 @@ def test_scaler_settings_are_passed_owned_saved_and_restored():
     [
         ("fp16", {"init_scales": 2}, "did you mean init_scale?"),
         ("fp16", {"growth_factor": 0.5}, "out of range"),
-        ("fp16", 1024, "neither a dict of settings nor a torch.amp.GradScaler"),
+        ("fp16", 1024, "scaler is None, a torch.amp.GradScaler, or its arguments"),
         ("bf16", {"init_scale": 2.0}, "needs no loss scale"),
     ],
 )

@@ -283,6 +283,12 @@ def _table() -> dict[str, Any]:
     return {one.name: one for one in fields(Config) if one.name != "origins"}
 
 
+def check_keywords(**given: Any) -> None:
+    """Each value alone, as `Run` checks it: for an Engine, which has no file and no flags."""
+    for name, value in given.items():
+        _checked(_table(), name, value, "code")
+
+
 def _checked(table: Mapping[str, Any], name: str, value: Any, origin: Origin) -> Any:
     if name not in table:
         raise _unknown(name, table)

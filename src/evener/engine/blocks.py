@@ -34,10 +34,8 @@ def blocks_named(model: Module, named: Sequence[Any], keyword: str) -> dict[str,
     for wanted in named:
         hits = {name: one for name, one in modules.items() if _is(wanted, name, one)}
         if not hits:
-            raise UsageError(
-                f"{keyword}: {wanted!r} is no name or class of a module with parameters.",
-                fix=[f"modules: {', '.join(list(modules)[:8])}, ..."],
-            )
+            what = f"{keyword}: {wanted!r} is no name or class of a module with parameters."
+            raise UsageError(what, fix=[f"modules: {', '.join(list(modules)[:8])}, ..."])
         found |= hits
     return found
 

@@ -111,19 +111,16 @@ class Buffers:
             return
         for owner, key, name in self.absent:
             if owner[key] is not None:
-                raise ModelError(
-                    f"buffer {name} was None when training began and is made in the forward.",
-                    evidence=["a value that one piece makes cannot be the same for all pieces and ranks"],
-                    fix=["register it with its shape: self.register_buffer(name, torch.zeros(...))"],
-                )
+                what = f"buffer {name} was None when training began and is made in the forward."
+                evidence = ["a value that one piece makes cannot be the same for all pieces and ranks"]
+                fix = ["register it with its shape: self.register_buffer(name, torch.zeros(...))"]
+                raise ModelError(what, evidence=evidence, fix=fix)
         changed = {i for i, slot in enumerate(self.slots) if slot.changed()}
         if not changed <= self.changing:
             if not self.learning and self.world_size > 1:
-                raise ModelError(
-                    "buffers that were constant in the first update changed in a later one.",
-                    evidence=[self.names[i] for i in sorted(changed - self.changing)],
-                    fix=["let every buffer that changes in training change from the first update on"],
-                )
+                what = "buffers that were constant in the first update changed in a later one."
+                fix = ["let every buffer that changes in training change from the first update on"]
+                raise ModelError(what, evidence=[self.names[i] for i in sorted(changed - self.changing)], fix=fix)
             self.changing |= changed
             if not self.learning:
                 self._use(sorted(self.changing))

@@ -104,19 +104,15 @@ def _check_counts(counts: list[int], size: int, exact: bool) -> None:
     for rank, start in enumerate(sum(counts[:rank]) for rank in range(world)):
         if counts[rank] and start % size:
             below = start // size * size
-            raise BatchSizeError(
-                f"rank {rank} starts at row {start} of the global batch, inside a slice of {size} rows.",
-                evidence=[rows],
-                fix=[f"start it at row {below} or {below + size}: whole slices per rank", "or use evener.Run"],
-            )
+            what = f"rank {rank} starts at row {start} of the global batch, inside a slice of {size} rows."
+            fix = [f"start it at row {below} or {below + size}: whole slices per rank", "or use evener.Run"]
+            raise BatchSizeError(what, evidence=[rows], fix=fix)
     held = [-(-count // size) for count in counts]
     dealt = [stop - start for start, stop in (share(sum(held), rank, world) for rank in range(world))]
     if exact and held != dealt:
-        raise BatchSizeError(
-            f"exact=True deals the {sum(held)} slices of {size} rows evenly: {dealt} per rank, not {held}.",
-            evidence=[rows],
-            fix=[
-                f"rows per rank: {', '.join(str(count * size) for count in dealt)} (the last slice may be shorter)",
-                "or use evener.Run",
-            ],
-        )
+        what = f"exact=True deals the {sum(held)} slices of {size} rows evenly: {dealt} per rank, not {held}."
+        fix = [
+            f"rows per rank: {', '.join(str(count * size) for count in dealt)} (the last slice may be shorter)",
+            "or use evener.Run",
+        ]
+        raise BatchSizeError(what, evidence=[rows], fix=fix)

@@ -39,11 +39,9 @@ def digest_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer
     mine = total.hexdigest()
     every = comm.all_gather(mine)
     if any(one != every[0] for one in every):
-        raise CollectiveError(
-            "the ranks hold different parameters, buffers or optimizer states.",
-            evidence=[f"rank {rank}: {one[:16]}" for rank, one in enumerate(every)],
-            fix=["look for code that changes the model on some ranks only"],
-        )
+        what = "the ranks hold different parameters, buffers or optimizer states."
+        evidence = [f"rank {rank}: {one[:16]}" for rank, one in enumerate(every)]
+        raise CollectiveError(what, evidence=evidence, fix=["look for code that changes the model on some ranks only"])
     return mine
 
 

@@ -53,14 +53,12 @@ def refuse_divergence(model: torch.nn.Module, optimizers: Iterable[torch.optim.O
     others = [rank for rank, value in enumerate(values) if value != most[0]]
     alone = most[1] > len(others)
     who = f"rank {', '.join(map(str, others))} holds another value than the rest" if alone else "no two halves agree"
-    raise CollectiveError(
-        f"the ranks train different models: {name} differs.",
-        evidence=[who, f"{len(every)} of {len(names)} tensors and learning rates differ"],
-        fix=[
-            "look for code that changes parameters, lr or optimizer state under a rank test, or from unseeded draws",
-            "no checkpoint was written of this state; the one before may hold it too",
-        ],
-    )
+    evidence = [who, f"{len(every)} of {len(names)} tensors and learning rates differ"]
+    fix = [
+        "look for code that changes parameters, lr or optimizer state under a rank test, or from unseeded draws",
+        "no checkpoint was written of this state; the one before may hold it too",
+    ]
+    raise CollectiveError(f"the ranks train different models: {name} differs.", evidence=evidence, fix=fix)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch
 
 from evener.engine.setup import load_plain, plain_name, plain_state
 from evener.engine.shards import Shards
-from evener.errors import UsageError
 
 
 class Ema:
@@ -24,8 +23,6 @@ class Ema:
     def __init__(
         self, model: torch.nn.Module, decay: float, shards: Shards | None = None, twin: Shards | None = None
     ) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
-            raise UsageError(f"ema={decay!r}: the decay, at least 0 and below 1.", fix=["ema=0.999"])
         self.decay = float(decay)
         self.shards = twin
         self.module = twin.model if twin is not None else copy.deepcopy(model).requires_grad_(False)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from evener import batch as batches
+from evener.config import check_keywords
 from evener.dist import Group, here
 from evener.dist import device as devices
 from evener.engine import batchnorm as bn
@@ -114,6 +115,12 @@ class Engine:
         fill: Callable[[Shards], None] | None = None,
     ) -> None:
         show_errors_without_traceback()
+        check_keywords(
+            strategy=strategy, microbatch_size=microbatch_size, slice_size=slice_size, scheduler=scheduler,
+            schedule_by=schedule_by, max_grad_norm=max_grad_norm, on_nonfinite=on_nonfinite, scaler=scaler,
+            batchnorm=batchnorm, ema=ema, loss_is=loss_is, scatter=scatter, fsdp=fsdp, sync_every=sync_every,
+            saved_activations=saved_activations, gradient_compression=gradient_compression,
+        )  # fmt: skip
         models, optimizers = setup.by_name("model", model), setup.by_name("optimizer", optimizer)
         for one in models.values():
             setup.check_model(one, blank=strategy in SHARDED and here().world_size > 1)
@@ -134,9 +141,6 @@ class Engine:
         named = dict(self.model.named_parameters())
         parameters = {name: check_parameters(named, one) for name, one in optimizers.items()}
         setup.check_sparse(self.model)
-        if loss_is is not None:
-            one_of("loss_is", loss_is, ["row mean"])
-        one_of("batchnorm", batchnorm, ["slice", "sync", "frozen"])
         self.hooks: list[Any] = bn.freeze(self.model) if batchnorm == "frozen" else []
         self.alone = len(optimizers) == 1
         self.group = group if group is not None else Group(self.device, timeout=timeout)
@@ -167,7 +171,8 @@ class Engine:
             self.hooks += [*bn.synchronise(self.model, self.join), self.join.own_group()]
             self.notes.append("BatchNorm sees the microbatches of all ranks together")
         sharded = self.strategy in SHARDED and world > 1
-        options = Options.of(fsdp, self.strategy, self.group.place.local_world_size)
+        apart = () if isinstance(model, torch.nn.Module) else tuple(models)
+        options = Options.of(fsdp, self.strategy, self.group.place.local_world_size, apart)
         self.shards: Shards | None = None
         twin: Shards | None = None
         if sharded:
@@ -175,7 +180,7 @@ class Engine:
             self.join = self.join or Join(self.cut, split, self.device)
         self.keeps = check_saved(saved_activations, strategy=self.strategy, exact=exact, compile=compile)
         self.precision, self.approximate = setup.check_traffic(
-            gradient_compression, sync_every, self.precision, strategy=self.strategy, exact=exact, world_size=world
+            gradient_compression, sync_every, self.precision, self.strategy, exact, world
         )
         if saved_activations == "int8":
             self.approximate = ("int8 activations", *self.approximate)
@@ -187,25 +192,20 @@ class Engine:
         if world > 1:
             with self.group.call("the constructor of Run or Engine"):
                 if sharded:
-                    apart = () if isinstance(model, torch.nn.Module) else tuple(models)
                     place = Place(self.device, rank, world, policy_of(self.precision, exact=exact))
-                    self.shards, twin = sharded_with_twin(
-                        self.model, options, place, ema is not None, seed, fill, apart
-                    )
+                    self.shards, twin = sharded_with_twin(self.model, options, place, ema is not None, seed, fill)
                     for one in optimizers.values():
                         self.shards.remap(one)
                     self.notes.append(self.shards.words())
                     if compile:
                         blocks = self.shards.blocks.values() or models.values()
-                        self.hooks += [setup.CompiledForward(block) for block in blocks]
+                        self.hooks += [setup.compile_forward(block) for block in blocks]
                     parameters = {name: check_parameters(self.named(), one) for name, one in optimizers.items()}
                 for tensor in (*(self.model.parameters() if not self.shards else ()), *self.model.buffers()):
                     torch.distributed.broadcast(tensor.detach(), 0)
         if scaler is not None and not self.precision.scaler:
-            raise UsageError(
-                f"scaler= was given, but precision {self.precision.name} needs no loss scale.",
-                fix=['precision="fp16"', "or leave scaler out"],
-            )
+            what = f"scaler= was given, but precision {self.precision.name} needs no loss scale."
+            raise UsageError(what, fix=['precision="fp16"', "or leave scaler out"])
         whole = "a slice is computed alone, whatever fits" if self.cut.slice_size is not None else ""
         if not whole and batchnorm != "frozen" and (synchronised or bn.has_batchnorm(self.model)):
             whole = "BatchNorm would see fewer rows, and the result would be another"
@@ -215,9 +215,6 @@ class Engine:
         self.dp, self.sync_every = (device_ids, output_device, scatter), sync_every
         names = list(optimizers)
         for name, one in optimizers.items():
-            norm = setup.for_target("max_grad_norm", max_grad_norm, name, names)
-            if norm is not None and not norm > 0:
-                raise UsageError(f"max_grad_norm={norm!r} must be larger than 0.", fix=["max_grad_norm=None: no clip"])
             settings = setup.for_target("scaler", scaler, name, names)
             self.targets[name] = Target(
                 name,
@@ -227,7 +224,7 @@ class Engine:
                 loss_scale=LossScale(settings, self.device) if self.precision.scaler else None,
                 schedule=Schedule(setup.for_target("scheduler", scheduler, name, names), one, schedule_by),
                 flags=Flags(self.device, on_nonfinite, self.report),
-                max_grad_norm=norm,
+                max_grad_norm=setup.for_target("max_grad_norm", max_grad_norm, name, names),
                 exact=exact,
                 loss_is=loss_is,
                 everything=self.alone or self.shards is not None,

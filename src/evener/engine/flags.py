@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from evener.engine.update import Update
-from evener.errors import NonFiniteError, UsageError
+from evener.errors import NonFiniteError
 
 _IN_A_ROW = 10  # "stop" without a number
 _MANY = 20  # skipped updates after which it is said: a loss scale that is looked for costs a dozen
@@ -25,7 +25,8 @@ class Flags:
     def __init__(
         self, device: torch.device, on_nonfinite: str, report: Callable[[str, int, dict[str, Any]], None]
     ) -> None:
-        self.stop_after = _parse(on_nonfinite)
+        number = on_nonfinite.partition(":")[2]
+        self.stop_after = None if on_nonfinite == "skip" else int(number or _IN_A_ROW)
         self.report = report
         self.skipped = 0  # updates skipped because something was not finite
         self.in_a_row = 0
@@ -94,28 +95,16 @@ class Flags:
         if not scaled or scale <= 1.0 or not math.isfinite(update.loss):
             self.in_a_row += 1
         if self.stop_after is not None and self.in_a_row >= self.stop_after:
-            raise NonFiniteError(
-                f"{self.in_a_row} updates in a row had gradients that are not finite, the last is {update.number}.",
-                evidence=[f"loss {update.loss:g}, grad norm {update.grad_norm:g}, loss scale {scale:g}"],
-                fix=[
-                    "lower the learning rate, or clip with max_grad_norm=",
-                    "look at the rows of the first skipped update (kind skip in events.jsonl)",
-                ],
-            )
+            what = f"{self.in_a_row} updates in a row had gradients that are not finite, the last is {update.number}."
+            evidence = [f"loss {update.loss:g}, grad norm {update.grad_norm:g}, loss scale {scale:g}"]
+            fix = [
+                "lower the learning rate, or clip with max_grad_norm=",
+                "look at the rows of the first skipped update (kind skip in events.jsonl)",
+            ]
+            raise NonFiniteError(what, evidence=evidence, fix=fix)
 
     def state_dict(self) -> dict[str, int]:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "halvings": self.halvings}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.skipped, self.in_a_row, self.halvings = state["skipped"], state["in_a_row"], state["halvings"]
-
-
-def _parse(on_nonfinite: str) -> int | None:
-    if on_nonfinite == "skip":
-        return None
-    word, _, number = str(on_nonfinite).partition(":")
-    if word == "stop" and ((number.isdigit() and int(number) > 0) or on_nonfinite == "stop"):
-        return int(number or _IN_A_ROW)
-    raise UsageError(
-        f"on_nonfinite={on_nonfinite!r} is not known.", fix=['"skip", "stop", or "stop:5" (after 5 updates in a row)']
-    )

@@ -27,10 +27,8 @@ class Mean:
 
     def __init__(self, *, total: Number | None = None, mean: Number | None = None, count: Number) -> None:
         if (total is None) == (mean is None):
-            raise LossError(
-                "Mean takes exactly one of total= and mean=.",
-                fix=["Mean(total=summed_loss, count=tokens)", "Mean(mean=mean_loss, count=tokens)"],
-            )
+            what = "Mean takes exactly one of total= and mean=."
+            raise LossError(what, fix=["Mean(total=summed_loss, count=tokens)", "Mean(mean=mean_loss, count=tokens)"])
         self.form = "total" if total is not None else "mean"
         self.value: Number = _one(self.form, total if total is not None else mean)
         self.count: Number = _one("count", count)
@@ -38,10 +36,8 @@ class Mean:
             raise LossError(f"Mean(count={count!r}): a count is at least 0.", fix=["count=len(y)"])
 
     def __add__(self, other: object) -> NoReturn:
-        raise LossError(
-            "two Means cannot be added: an update has one denominator.",
-            fix=["Mean(total=a_total + weight * b_mean * count, count=count): multiply further terms by the count"],
-        )
+        fix = ["Mean(total=a_total + weight * b_mean * count, count=count): multiply further terms by the count"]
+        raise LossError("two Means cannot be added: an update has one denominator.", fix=fix)
 
     __radd__ = __add__
 
@@ -53,19 +49,15 @@ def _one(name: str, value: Any) -> Number:
     """One number, on the host or on a device; a tensor of one element becomes 0-dimensional."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise LossError(
-                f"Mean({name}=): a tensor of shape {tuple(value.shape)}; it must be one number.",
-                fix=[f"{name}=values.sum()", "or values.mean() for mean="],
-            )
+            what = f"Mean({name}=): a tensor of shape {tuple(value.shape)}; it must be one number."
+            raise LossError(what, fix=[f"{name}=values.sum()", "or values.mean() for mean="])
         return value.reshape(()) if value.ndim else value
     if isinstance(value, int | float):
         return value
     if hasattr(value, "__float__") and not isinstance(value, str):  # numpy's numbers
         return float(value)
-    raise LossError(
-        f"Mean({name}={value!r}): a {type(value).__name__} is no number.",
-        fix=["give a number or a tensor of one element"],
-    )
+    what = f"Mean({name}={value!r}): a {type(value).__name__} is no number."
+    raise LossError(what, fix=["give a number or a tensor of one element"])
 
 
 def total_of(form: str, value: Number, count: Number) -> Number:

@@ -27,10 +27,8 @@ def prepare(optimizer: torch.optim.Optimizer, *, exact: bool) -> bool:
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if needed or isinstance(optimizer, torch.optim.LBFGS):
-        raise OptimizerError(
-            f"{type(optimizer).__name__}.step needs a closure: it evaluates the loss several times per update.",
-            fix=["use an optimizer that takes one gradient (SGD, Adam, AdamW, ...)"],
-        )
+        what = f"{type(optimizer).__name__}.step needs a closure: it evaluates the loss several times per update."
+        raise OptimizerError(what, fix=["use an optimizer that takes one gradient (SGD, Adam, AdamW, ...)"])
     if type(optimizer) not in _FUSED:
         return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     if exact:
@@ -84,30 +82,24 @@ def check_parameters(
     """The parameters that both train and are in the optimizer, in the model's order; `named`: the model's."""
     refuse_prepared("optimizer", optimizer, "prepared.optimizer", OptimizerError)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(
-            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer.",
-            fix=["optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)"],
-        )
+        what = f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
+        raise OptimizerError(what, fix=["optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)"])
     known = {id(parameter) for parameter in named.values()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in held if id(parameter) not in known]
     if foreign:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in foreign[:4])
-        raise OptimizerError(
-            f"{len(foreign)} of the optimizer's {len(held)} parameters do not belong to the model.",
-            evidence=[f"shapes: {shapes}{', ...' if len(foreign) > 4 else ''}"],
-            fix=[
-                "make the optimizer from the model that you pass, after any surgery on it",
-                "put a trainable loss or a second network into one module: torch.nn.ModuleDict",
-            ],
-        )
+        what = f"{len(foreign)} of the optimizer's {len(held)} parameters do not belong to the model."
+        fix = [
+            "make the optimizer from the model that you pass, after any surgery on it",
+            "put a trainable loss or a second network into one module: torch.nn.ModuleDict",
+        ]
+        raise OptimizerError(what, evidence=[f"shapes: {shapes}{', ...' if len(foreign) > 4 else ''}"], fix=fix)
     inside = {id(parameter) for parameter in held}
     training = [p for p in named.values() if p.requires_grad and id(p) in inside]
     if not training:
-        raise OptimizerError(
-            "none of the optimizer's parameters trains: all have requires_grad=False.",
-            fix=["set requires_grad=True on what should train"],
-        )
+        what = "none of the optimizer's parameters trains: all have requires_grad=False."
+        raise OptimizerError(what, fix=["set requires_grad=True on what should train"])
     return training
 
 
@@ -127,11 +119,9 @@ def check_rowwise(optimizer: torch.optim.Optimizer) -> None:
         except Exception as error:
             same, why = False, f"{type(error).__name__}: {error}"
         if not same:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} looks at whole tensors; under fsdp it would see the rows of one rank.",
-                evidence=[f"tried on a small tensor, whole and as two halves: {why}"],
-                fix=["an element-wise optimizer (AdamW, SGD, ...)", 'or strategy="ddp"'],
-            )
+            what = f"{type(optimizer).__name__} looks at whole tensors; under fsdp it would see the rows of one rank."
+            fix = ["an element-wise optimizer (AdamW, SGD, ...)", 'or strategy="ddp"']
+            raise OptimizerError(what, evidence=[f"tried on a small tensor, whole and as two halves: {why}"], fix=fix)
 
 
 def _try(

@@ -35,10 +35,9 @@ class Pins:
         if not Pins.pinned:
             if device.type == "cuda" and not os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
                 if torch.cuda.is_initialized():
-                    raise UsageError(
-                        "exact=True needs CUBLAS_WORKSPACE_CONFIG set before CUDA starts; CUDA is running already.",
-                        fix=["export CUBLAS_WORKSPACE_CONFIG=:4096:8", "or construct Run before the first CUDA tensor"],
-                    )
+                    what = "exact=True needs CUBLAS_WORKSPACE_CONFIG set before CUDA starts; CUDA is running already."
+                    fix = ["export CUBLAS_WORKSPACE_CONFIG=:4096:8", "or construct Run before the first CUDA tensor"]
+                    raise UsageError(what, fix=fix)
                 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
             Pins.before = _now()
         Pins.pinned += 1
@@ -51,10 +50,8 @@ class Pins:
         threads, deterministic, *_ = _now()
         if (threads, deterministic) != _HELD[:2]:
             found = f"{threads} threads, deterministic algorithms {'on' if deterministic else 'off'}"
-            raise UsageError(
-                f"loss_fn changes what exact=True holds: {found} after it.",
-                fix=["take torch.set_num_threads (or the library that calls it) out of loss_fn", "exact=False"],
-            )
+            fix = ["take torch.set_num_threads (or the library that calls it) out of loss_fn", "exact=False"]
+            raise UsageError(f"loss_fn changes what exact=True holds: {found} after it.", fix=fix)
 
     def hold(self) -> None:
         """Before every exact update: a script or a library may have changed what the whole process shares."""

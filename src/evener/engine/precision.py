@@ -101,10 +101,8 @@ def decide(spec: object, device: torch.device) -> Precision:
     fp32 on CPUs without native bf16 (autocast is about 6 times slower there) and on MPS."""
     if isinstance(spec, torch.dtype):
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        raise PrecisionError(
-            f"precision={spec} is a dtype; a precision also says how parameters and reductions are kept.",
-            fix=[f'precision="{names[spec]}"' if spec in names else 'precision="fp32"'],
-        )
+        what = f"precision={spec} is a dtype; a precision also says how parameters and reductions are kept."
+        raise PrecisionError(what, fix=[f'precision="{names[spec]}"' if spec in names else 'precision="fp32"'])
     if isinstance(spec, Mapping):
         return _from_mapping(spec, device)
     name = one_of("precision", spec, NAMES, PrecisionError)
@@ -144,15 +142,12 @@ def _auto(device: torch.device) -> Precision:
 def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
     unknown = set(spec) - {"param", "reduce", "output"}
     if "buffer" in unknown or "buffer_dtype" in unknown:
-        raise PrecisionError(
-            f"precision={dict(spec)!r}: there is no dtype for buffers; FSDP1 had one and FSDP2 has not.",
-            fix=["leave it out: buffers keep their dtype", "model.name.to(dtype) casts a buffer of your own"],
-        )
+        what = f"precision={dict(spec)!r}: there is no dtype for buffers; FSDP1 had one and FSDP2 has not."
+        fix = ["leave it out: buffers keep their dtype", "model.name.to(dtype) casts a buffer of your own"]
+        raise PrecisionError(what, fix=fix)
     if unknown:
-        raise PrecisionError(
-            f"precision={dict(spec)!r}: unknown key {sorted(map(str, unknown))[0]!r}.",
-            fix=['{"param": "bf16", "reduce": "fp32", "output": "fp32"}'],
-        )
+        what = f"precision={dict(spec)!r}: unknown key {sorted(map(str, unknown))[0]!r}."
+        raise PrecisionError(what, fix=['{"param": "bf16", "reduce": "fp32", "output": "fp32"}'])
 
     def dtype(key: str) -> torch.dtype | None:
         value = spec.get(key)
@@ -171,10 +166,9 @@ def refuse_autocast(device: torch.device) -> None:
     """An autocast around the loop would compute in another precision than the contract line says."""
     if torch.is_autocast_enabled(device.type):
         dtype = word(torch.get_autocast_dtype(device.type))
-        raise PrecisionError(
-            f"torch.autocast ({dtype}) is on around the loop; precision= decides what is computed in which dtype.",
-            fix=[f'remove it and say precision="{dtype}"', "or put it inside loss_fn, around what needs it"],
-        )
+        what = f"torch.autocast ({dtype}) is on around the loop; precision= decides what is computed in which dtype."
+        fix = [f'remove it and say precision="{dtype}"', "or put it inside loss_fn, around what needs it"]
+        raise PrecisionError(what, fix=fix)
 
 
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:

@@ -90,10 +90,8 @@ def recompute(model: Module, what: Any) -> tuple[list[Any], str]:
     if word not in ("full", "selective", "every", "segments") or (word in ("every", "segments")) != (
         number.isdecimal() and int(number) > 0
     ):
-        raise UsageError(
-            f"activation_checkpointing={what!r} is not known.",
-            fix=[f"activation_checkpointing is one of: {', '.join(MODES)}, or a list of modules or classes"],
-        )
+        fix = [f"activation_checkpointing is one of: {', '.join(MODES)}, or a list of modules or classes"]
+        raise UsageError(f"activation_checkpointing={what!r} is not known.", fix=fix)
     if word == "segments":
         return _segments(model, int(number)), f"recompute in {number} segments"
     own: Any = model
@@ -125,10 +123,8 @@ def _segments(model: Module, number: int) -> list[Any]:
     longest = max(chains, key=len, default=None)
     if longest is None or len(longest) < number:
         has = f"the longest Sequential has {len(longest)} layers" if longest is not None else "there is no Sequential"
-        raise UsageError(
-            f'activation_checkpointing="segments:{number}": {has}.',
-            fix=["a smaller number", 'or "full", or a list of modules'],
-        )
+        what = f'activation_checkpointing="segments:{number}": {has}.'
+        raise UsageError(what, fix=["a smaller number", 'or "full", or a list of modules'])
     return _exchange([longest], segments=number)
 
 

@@ -20,9 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from evener.errors import UsageError, one_of
-
-MODES = ("keep", "offload", "int8")
+from evener.errors import UsageError
 
 _PLAIN: tuple[type, ...] = (torch.Tensor,)  # a trace has another kind
 _SMALL = 1 << 14  # bytes; below, taking a tensor away costs more than it frees
@@ -233,7 +231,7 @@ class Pinned:
 
 def check_saved(what: str, *, strategy: str, exact: bool, compile: bool) -> str:
     """What is done, in words ("" for nothing)."""
-    if one_of("saved_activations", what, MODES) == "keep":
+    if what == "keep":
         return ""
     for other, wrong, reason in (
         ('strategy="dp"', strategy == "dp", "its replicas run in threads of their own, which it does not reach"),

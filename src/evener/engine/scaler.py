@@ -27,21 +27,12 @@ class LossScale:
             for key in scaler:
                 if key not in settings:
                     close = nearest(str(key), settings)
-                    raise PrecisionError(
-                        f"scaler={dict(scaler)!r}: unknown setting {key!r}.",
-                        fix=[f"did you mean {close}?" if close else f"settings: {', '.join(settings)}"],
-                    )
+                    fix = [f"did you mean {close}?" if close else f"settings: {', '.join(settings)}"]
+                    raise PrecisionError(f"scaler={dict(scaler)!r}: unknown setting {key!r}.", fix=fix)
             settings.update(scaler)
-        elif scaler is not None:
-            raise PrecisionError(
-                f"scaler={scaler!r} is neither a dict of settings nor a torch.amp.GradScaler.",
-                fix=["scaler={'init_scale': 65536.0, 'growth_interval': 2000}"],
-            )
         if not (settings["init_scale"] > 0 and settings["growth_factor"] > 1 and 0 < settings["backoff_factor"] < 1):
-            raise PrecisionError(
-                f"scaler settings {settings} are out of range.",
-                fix=["init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1"],
-            )
+            fix = ["init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1"]
+            raise PrecisionError(f"scaler settings {settings} are out of range.", fix=fix)
         self.settings = settings
         self.growth_factor = float(settings["growth_factor"])
         self.backoff_factor = float(settings["backoff_factor"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from evener.errors import UsageError, one_of, refuse_prepared
+from evener.errors import UsageError, refuse_prepared
 
 _SIMULATED = 20_000  # steps that are worth trying out for one line of text (a third of a second)
 
@@ -22,7 +22,6 @@ class Schedule:
     """
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer, by: str) -> None:
-        one_of("schedule_by", by, ["update", "epoch"])
         self.optimizer, self.by = optimizer, by
         self.done = 0  # updates that happened
         self.epochs = 0  # that are over
@@ -45,16 +44,12 @@ class Schedule:
             return
         refuse_prepared("schedule", scheduler, "prepared.scheduler")
         if not (self.counts or callable(getattr(scheduler, "step", None))):
-            raise UsageError(
-                f"scheduler= is a {type(scheduler).__name__} without step() or step_update(n).",
-                fix=["torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)"],
-            )
+            what = f"scheduler= is a {type(scheduler).__name__} without step() or step_update(n)."
+            raise UsageError(what, fix=["torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)"])
         theirs = getattr(scheduler, "optimizer", self.optimizer)
         if theirs is not self.optimizer:
-            raise UsageError(
-                f"the schedule {type(scheduler).__name__} drives another optimizer than the one passed.",
-                fix=["make the schedule from the same optimizer object"],
-            )
+            what = f"the schedule {type(scheduler).__name__} drives another optimizer than the one passed."
+            raise UsageError(what, fix=["make the schedule from the same optimizer object"])
 
     def build(self, total: int | None, *, same: bool = True) -> None:
         """Make the schedule, once the number of steps it is for is known. A second call does nothing.
@@ -63,10 +58,9 @@ class Schedule:
         if self.maker is None:
             return
         if total is None:
-            raise UsageError(
-                "scheduler= is a function of (optimizer, total updates), and the length of a stream is not known.",
-                fix=["run.updates(updates=50_000) says it", "or pass the schedule itself, made for as many steps"],
-            )
+            what = "scheduler= is a function of (optimizer, total updates), and the length of a stream is not known."
+            fix = ["run.updates(updates=50_000) says it", "or pass the schedule itself, made for as many steps"]
+            raise UsageError(what, fix=fix)
         maker, self.maker = self.maker, None
         groups = self.optimizer.param_groups
         before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -88,10 +82,8 @@ class Schedule:
             return
         self.done += 1
         if self.maker is not None:
-            raise UsageError(
-                "scheduler= is a function of (optimizer, total updates), and the total is not known here.",
-                fix=["use evener.Run, which knows it", "or pass the schedule itself"],
-            )
+            what = "scheduler= is a function of (optimizer, total updates), and the total is not known here."
+            raise UsageError(what, fix=["use evener.Run, which knows it", "or pass the schedule itself"])
         if self.scheduler is not None:
             self._advance("update", self.done)
 
@@ -105,11 +97,9 @@ class Schedule:
         # A `scheduler.step()` left in the loop would advance the schedule twice as fast, without a word.
         at = getattr(self.scheduler, "last_epoch", None)
         if self.at is not None and at != self.at:
-            raise UsageError(
-                f"the schedule {type(self.scheduler).__name__} was stepped by the script as well.",
-                evidence=[f"it stands at {at}; evener left it at {self.at}"],
-                fix=[f"remove scheduler.step(): evener steps it once per {self.by}"],
-            )
+            what = f"the schedule {type(self.scheduler).__name__} was stepped by the script as well."
+            fix = [f"remove scheduler.step(): evener steps it once per {self.by}"]
+            raise UsageError(what, evidence=[f"it stands at {at}; evener left it at {self.at}"], fix=fix)
         self._step(self.scheduler, done)
         self.at = getattr(self.scheduler, "last_epoch", None)
 
@@ -195,11 +185,9 @@ def _refuse_another(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """A function made the schedule, so only now can it be seen whether it is the one of the checkpoint."""
     differ = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     if differ:
-        raise UsageError(
-            f"the schedule {now['kind']} that scheduler= made is not the one of the checkpoint.",
-            evidence=[f"{key}: {then.get(key)!r}, now {now.get(key)!r}" for key in differ],
-            fix=["the same function and the same length of the loop (epochs=, updates=) continue it", 'resume="never"'],
-        )
+        what = f"the schedule {now['kind']} that scheduler= made is not the one of the checkpoint."
+        fix = ["the same function and the same length of the loop (epochs=, updates=) continue it", 'resume="never"']
+        raise UsageError(what, evidence=[f"{key}: {then.get(key)!r}, now {now.get(key)!r}" for key in differ], fix=fix)
 
 
 def _plain(state: Any) -> Any:

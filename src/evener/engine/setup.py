@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from evener.engine import batchnorm as bn
 from evener.engine.cut import Cut, default_slice_size
 from evener.engine.precision import DTYPES, Precision
 from evener.errors import BatchSizeError, ModelError, UsageError, one_of, refuse_prepared
 
-STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp", "hsdp")
 SHARDED = ("fsdp", "hsdp")
 
 
@@ -27,39 +27,29 @@ def check_model(model: object, *, blank: bool = False, trained: bool = True) -> 
     wrapper = type(model).__name__
     wrapped = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrapped) or wrapper == "FullyShardedDataParallel" or hasattr(model, "_get_fsdp_state"):
-        raise ModelError(
-            f"the model is already wrapped in {wrapper}; evener spreads it by itself.",
-            fix=["pass the plain module (wrapped.module), before any wrapping"],
-        )
+        what = f"the model is already wrapped in {wrapper}; evener spreads it by itself."
+        raise ModelError(what, fix=["pass the plain module (wrapped.module), before any wrapping"])
     if type(model).__name__ == "_FabricModule":
         refuse_prepared("model", model, "prepared.module", ModelError)
     if hasattr(model, "_original_forward"):
-        raise ModelError(
-            "the model's forward was replaced by accelerator.prepare() (mixed precision); precision= does that here.",
-            fix=["leave prepare() out", "or accelerator.unwrap_model(model, keep_fp32_wrapper=False)"],
-        )
+        what = "the model's forward was replaced by accelerator.prepare() (mixed precision); precision= does that here."
+        fix = ["leave prepare() out", "or accelerator.unwrap_model(model, keep_fp32_wrapper=False)"]
+        raise ModelError(what, fix=fix)
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not torch.nn.parameter.is_lazy(t)]
     if trained and any(tensor.is_inference() for tensor in tensors):
-        raise ModelError(
-            "the model was made inside torch.inference_mode(): its tensors can never be trained.",
-            fix=["make it outside of the block", "or copy.deepcopy(model), outside of the block"],
-        )
+        what = "the model was made inside torch.inference_mode(): its tensors can never be trained."
+        raise ModelError(what, fix=["make it outside of the block", "or copy.deepcopy(model), outside of the block"])
     placed = getattr(model, "hf_device_map", None)
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"}
     if len(devices) > 1 or (isinstance(placed, dict) and len(set(placed.values())) > 1):
-        raise ModelError(
-            "the model is spread over several devices.",
-            evidence=[", ".join(sorted(devices))],
-            fix=["load it without device_map='auto', on one device or on the CPU; evener moves it"],
-        )
+        fix = ["load it without device_map='auto', on one device or on the CPU; evener moves it"]
+        raise ModelError("the model is spread over several devices.", evidence=[", ".join(sorted(devices))], fix=fix)
     if not blank and any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise ModelError("the model has parameters without storage (device 'meta').", fix=["load its weights first"])
     lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)]
     if lazy:
-        raise ModelError(
-            f"parameter {lazy[0]} is not initialised yet (a Lazy module).",
-            fix=["run one batch through the model before making the optimizer"],
-        )
+        what = f"parameter {lazy[0]} is not initialised yet (a Lazy module)."
+        raise ModelError(what, fix=["run one batch through the model before making the optimizer"])
     return model
 
 
@@ -108,15 +98,10 @@ class Compiled:
         self.model._compiled_call_impl = self.before
 
 
-class CompiledForward:
+def compile_forward(block: torch.nn.Module) -> bn.Undo:
     """The same for one block of fsdp, whose own hooks gather it outside of what is compiled."""
-
-    def __init__(self, block: torch.nn.Module) -> None:
-        self.block = block
-        block.forward = torch.compile(block.forward)
-
-    def remove(self) -> None:
-        del self.block.forward  # the class's is back
+    block.forward = torch.compile(block.forward)
+    return bn.Undo(lambda: delattr(block, "forward"))  # the class's is back
 
 
 def _one_kernel_per_shape(compiled: Any) -> Any:
@@ -131,11 +116,10 @@ def _one_kernel_per_shape(compiled: Any) -> Any:
             with limit:
                 return compiled(*args, **kwargs)
         except FailOnRecompileLimitHit:
-            raise ModelError(
-                f"exact=True with compile=True: more than {_SHAPES} kernels for one function of the model.",
-                evidence=["every shape of a slice is compiled alone; the last bit would depend on which ones are"],
-                fix=["pad rows to a few lengths in collate_fn", "or compile=False, or exact=False"],
-            ) from None
+            what = f"exact=True with compile=True: more than {_SHAPES} kernels for one function of the model."
+            evidence = ["every shape of a slice is compiled alone; the last bit would depend on which ones are"]
+            fix = ["pad rows to a few lengths in collate_fn", "or compile=False, or exact=False"]
+            raise ModelError(what, evidence=evidence, fix=fix) from None
 
     return call
 
@@ -173,10 +157,8 @@ def for_target(keyword: str, value: Any, name: str, names: Sequence[str]) -> Any
     """The value of a keyword that may be given once for all optimizers, or as {optimizer's name: value}."""
     if len(names) == 1 or not isinstance(value, Mapping) or not set(value) & set(names):
         if len(names) > 1 and keyword == "scheduler" and value is not None and not isinstance(value, Mapping):
-            raise UsageError(
-                f"there are {len(names)} optimizers: a schedule drives one of them.",
-                fix=[f'scheduler={{"{names[0]}": ...}}'],
-            )
+            what = f"there are {len(names)} optimizers: a schedule drives one of them."
+            raise UsageError(what, fix=[f'scheduler={{"{names[0]}": ...}}'])
         return value
     unknown = set(value) - set(names)
     if unknown:
@@ -193,16 +175,13 @@ def check_exact(model: torch.nn.Module) -> None:
         if getattr(module, "max_norm", None) is not None and isinstance(
             module, torch.nn.Embedding | torch.nn.EmbeddingBag
         ):
-            raise ModelError(
-                f"exact=True: {path or 'the model'} rewrites its weights in the forward (max_norm=), slice by slice.",
-                fix=["leave max_norm out", "or exact=False"],
-            )
+            what = f"exact=True: {path or 'the model'} rewrites its weights in the forward (max_norm=), slice by slice."
+            raise ModelError(what, fix=["leave max_norm out", "or exact=False"])
         if plain_module(module) is not module or module._compiled_call_impl is not None:
-            raise ModelError(
-                f"exact=True: {plain_name(path + '.').strip('.') or 'the model'} is already compiled.",
-                evidence=["its kernels, and so its last bits, depend on the shapes that it has seen before"],
-                fix=["pass it uncompiled, with compile=True: one kernel per shape", "or exact=False"],
-            )
+            what = f"exact=True: {plain_name(path + '.').strip('.') or 'the model'} is already compiled."
+            evidence = ["its kernels, and so its last bits, depend on the shapes that it has seen before"]
+            fix = ["pass it uncompiled, with compile=True: one kernel per shape", "or exact=False"]
+            raise ModelError(what, evidence=evidence, fix=fix)
 
 
 def check_batchnorm(model: torch.nn.Module, batchnorm: str, *, strategy: str, exact: bool) -> None:
@@ -210,10 +189,8 @@ def check_batchnorm(model: torch.nn.Module, batchnorm: str, *, strategy: str, ex
     if batchnorm != "sync":
         for path, module in model.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm) and module.training and strategy not in ("single", "dp"):
-                raise ModelError(
-                    f"{path or 'the model'} is a SyncBatchNorm: it communicates where ranks may differ.",
-                    fix=['batchnorm="sync": evener synchronises it', "or use BatchNorm layers"],
-                )
+                what = f"{path or 'the model'} is a SyncBatchNorm: it communicates where ranks may differ."
+                raise ModelError(what, fix=['batchnorm="sync": evener synchronises it', "or use BatchNorm layers"])
     elif exact:
         raise UsageError(
             'batchnorm="sync" with exact=True: its statistics are of rows that happen to be computed at the same time.',
@@ -228,38 +205,25 @@ def check_batchnorm(model: torch.nn.Module, batchnorm: str, *, strategy: str, ex
 def check_sparse(model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise ModelError(
-                f"{path or 'the model'} makes sparse gradients (sparse=True), which are not supported.",
-                fix=["sparse=False: the gradient is then dense"],
-            )
+            what = f"{path or 'the model'} makes sparse gradients (sparse=True), which are not supported."
+            raise ModelError(what, fix=["sparse=False: the gradient is then dense"])
 
 
 def choose_strategy(asked: str, world_size: int) -> str:
     """auto is ddp for several processes and single for one; anything else is checked against the world size."""
-    one_of("strategy", asked, STRATEGIES)
     if asked == "auto":
         return "ddp" if world_size > 1 else "single"
     if asked == "single" and world_size > 1:
-        raise UsageError(
-            f'strategy="single" with {world_size} processes: each would train alone.',
-            fix=['strategy="ddp" (or "auto")', "or start one process"],
-        )
+        what = f'strategy="single" with {world_size} processes: each would train alone.'
+        raise UsageError(what, fix=['strategy="ddp" (or "auto")', "or start one process"])
     if asked == "dp" and world_size > 1:
-        raise UsageError(
-            f'strategy="dp" is one process with several GPUs; this job has {world_size} processes.',
-            fix=['strategy="ddp", which is also faster', "or start one process"],
-        )
+        what = f'strategy="dp" is one process with several GPUs; this job has {world_size} processes.'
+        raise UsageError(what, fix=['strategy="ddp", which is also faster', "or start one process"])
     return asked
 
 
 def check_traffic(
-    compression: str | None,
-    sync_every: int | None,
-    precision: Precision,
-    *,
-    strategy: str,
-    exact: bool,
-    world_size: int,
+    compression: str | None, sync_every: int | None, precision: Precision, strategy: str, exact: bool, world_size: int
 ) -> tuple[Precision, tuple[str, ...]]:
     """The precision with gradients reduced as asked, and what is approximate then, in words."""
     name, value = ("sync_every", sync_every) if compression is None else ("gradient_compression", compression)
@@ -267,26 +231,20 @@ def check_traffic(
         return precision, ()
     said = f"{name}={value!r}"
     if exact:
-        raise UsageError(
-            f"{said} with exact=True: the result would be another, and depend on the number of processes.",
-            fix=[f"leave {name} out", "or exact=False: approximate, and labelled so"],
-        )
+        what = f"{said} with exact=True: the result would be another, and depend on the number of processes."
+        raise UsageError(what, fix=[f"leave {name} out", "or exact=False: approximate, and labelled so"])
     if compression is not None and sync_every is not None:
         raise UsageError(f"{said} with sync_every={sync_every}: no gradients travel then.", fix=["one of the two"])
     if compression is None:
         if strategy in SHARDED:
-            raise UsageError(
-                f'{said} with strategy="{strategy}": a rank holds a part of the parameters and cannot step alone.',
-                fix=['strategy="ddp"', 'or gradient_compression="bf16"'],
-            )
+            what = f'{said} with strategy="{strategy}": a rank holds a part of the parameters and cannot step alone.'
+            raise UsageError(what, fix=['strategy="ddp"', 'or gradient_compression="bf16"'])
         words = f"ranks averaged every {'1 update' if sync_every == 1 else f'{sync_every} updates'}"
         return precision, (words,) if world_size > 1 else ()
     if precision.reduce is not None:
-        raise UsageError(
-            f'{name}="{compression}" with precision={{"reduce": ...}}: two answers to one question.',
-            fix=["one of the two"],
-        )
-    if one_of("gradient_compression", compression, ["fp16", "bf16"]) and world_size == 1:
+        what = f'{name}="{compression}" with precision={{"reduce": ...}}: two answers to one question.'
+        raise UsageError(what, fix=["one of the two"])
+    if world_size == 1:
         return precision, ()
     return replace(precision, reduce=DTYPES[compression]), (f"{compression} gradients between ranks",)
 
@@ -322,33 +280,25 @@ def decide_batch(
         coupled, why = True, "BatchNorm sees one slice at a time"
     coupled = bool(coupled)
     for name, size in (("microbatch_size", microbatch_size), ("slice_size", slice_size)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise BatchSizeError(f"{name}={size!r}: a whole number of rows, at least 1.", fix=[f"{name}=1 or more"])
         if size is not None and global_batch_size is not None and size > global_batch_size:
-            raise BatchSizeError(
-                f"{name}={size} is larger than the global batch of {global_batch_size} rows.",
-                fix=[f"{name}={global_batch_size} or less"],
-            )
+            what = f"{name}={size} is larger than the global batch of {global_batch_size} rows."
+            raise BatchSizeError(what, fix=[f"{name}={global_batch_size} or less"])
     if not (exact or coupled):
         if slice_size is not None:
-            raise BatchSizeError(
-                f"slice_size={slice_size} has no meaning here: rows are independent in fast mode.",
-                fix=["exact=True or coupled=True", "microbatch_size=, if memory is what you want to bound"],
-            )
+            what = f"slice_size={slice_size} has no meaning here: rows are independent in fast mode."
+            fix = ["exact=True or coupled=True", "microbatch_size=, if memory is what you want to bound"]
+            raise BatchSizeError(what, fix=fix)
         return Batch(Cut(rank, world_size, microbatch_size, None), False, False, None)
     if slice_size is None:
         if global_batch_size is None:
-            raise BatchSizeError(
-                "an Engine in exact or coupled mode needs slice_size=: it does not know the global batch.",
-                fix=["slice_size=16", "or use evener.Run, which does"],
-            )
+            what = "an Engine in exact or coupled mode needs slice_size=: it does not know the global batch."
+            raise BatchSizeError(what, fix=["slice_size=16", "or use evener.Run, which does"])
         slice_size = default_slice_size(global_batch_size, at_least=_BATCHNORM_ROWS if batchnorm else 1)
     if microbatch_size is not None and microbatch_size % slice_size:
         below, above = microbatch_size // slice_size * slice_size, -(-microbatch_size // slice_size) * slice_size
         near = f"{below} or {above}" if below else f"{above}"
-        raise BatchSizeError(
-            f"microbatch_size={microbatch_size} is not a whole number of slices of {slice_size} rows.",
-            evidence=["in exact and coupled mode a slice is computed alone and is never cut"],
-            fix=[f"microbatch_size={near}", f"or slice_size={microbatch_size}"],
-        )
+        what = f"microbatch_size={microbatch_size} is not a whole number of slices of {slice_size} rows."
+        evidence = ["in exact and coupled mode a slice is computed alone and is never cut"]
+        fix = [f"microbatch_size={near}", f"or slice_size={microbatch_size}"]
+        raise BatchSizeError(what, evidence=evidence, fix=fix)
     return Batch(Cut(rank, world_size, None, slice_size), coupled, exact, why)

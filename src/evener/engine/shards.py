@@ -14,7 +14,7 @@ import functools
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -39,22 +39,19 @@ class Options:
     reshard_after_forward: bool | int = True  # False keeps gathered parameters until the backward (ZeRO-2)
     shard_ranks: int | None = None  # hsdp: ranks that hold one copy together; None: those of a node
     accumulate: str = "reduce"  # "keep": whole gradients on every rank between microbatches, one reduction
+    apart: tuple[str, ...] = ()  # models of several: no blocks, so that any of their methods may be called
 
     @staticmethod
-    def of(given: Mapping[str, Any] | None, strategy: str, of_a_node: int) -> Options:
+    def of(given: Mapping[str, Any] | None, strategy: str, of_a_node: int, apart: tuple[str, ...]) -> Options:
         """With `shard_ranks` decided: under hsdp the ranks of a node unless told otherwise."""
         if given is not None and strategy not in ("fsdp", "hsdp"):
-            raise UsageError(
-                f'fsdp= belongs to strategy="fsdp" and "hsdp"; this one is "{strategy}".',
-                fix=['strategy="fsdp"', "leave it out"],
-            )
+            what = f'fsdp= belongs to strategy="fsdp" and "hsdp"; this one is "{strategy}".'
+            raise UsageError(what, fix=['strategy="fsdp"', "leave it out"])
         given = dict(given or {})
-        for key in given:
-            one_of("fsdp's key", key, ["blocks", "reshard_after_forward", "accumulate", "shard_ranks"])
         blocks = given.pop("blocks", None)
         if blocks is not None:
             given["blocks"] = tuple(blocks) if isinstance(blocks, list | tuple | set) else (blocks,)
-        options = Options(**given)
+        options = Options(**given, apart=apart)
         one_of('fsdp["accumulate"]', options.accumulate, ["reduce", "keep"])
         among = options.shard_ranks
         if among is not None and (isinstance(among, bool) or not isinstance(among, int)):
@@ -65,10 +62,8 @@ class Options:
         if strategy == "hsdp":
             return replace(options, shard_ranks=among or of_a_node)
         if among is not None:
-            raise UsageError(
-                f'fsdp["shard_ranks"]={among} belongs to strategy="hsdp"; this one is "{strategy}".',
-                fix=['strategy="hsdp"', "leave it out: over all ranks"],
-            )
+            what = f'fsdp["shard_ranks"]={among} belongs to strategy="hsdp"; this one is "{strategy}".'
+            raise UsageError(what, fix=['strategy="hsdp"', "leave it out: over all ranks"])
         return options
 
 
@@ -115,17 +110,10 @@ class Shards:
 
     fill: Gives a blank model (on the meta device) its values once it is sharded: `load`, or a copy of other shards.
         Without it they come from `seed`, block by block.
-    apart: Names of modules that are models themselves: no blocks, so that any of their methods may be called.
     """
 
     def __init__(
-        self,
-        model: Module,
-        options: Options,
-        at: Place,
-        fill: Callable[[Shards], None] | None = None,
-        seed: int = 0,
-        apart: Collection[str] = (),
+        self, model: Module, options: Options, at: Place, fill: Callable[[Shards], None] | None = None, seed: int = 0
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -142,7 +130,7 @@ class Shards:
         sizes = (copies, self.among)[copies == 1 :]
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
         self.group = mesh.get_group(mesh.ndim - 1)
-        self.blocks = find_blocks(model, options.blocks, apart)
+        self.blocks = find_blocks(model, options.blocks, options.apart)
         if type(model).forward is Module.forward:  # a container of models: FSDP takes none without a forward
             model.__class__ = type(type(model).__name__, (type(model),), {"forward": _refuse_call})
         before = dict(model.named_parameters())
@@ -298,11 +286,10 @@ class Shards:
         except RuntimeError as error:
             self.reset()
             if "mixed torch.Tensor and DTensor" in str(error):
-                raise ModelError(
-                    "a part of a block was called without the block: its parameters are not gathered.",
-                    evidence=[f"blocks: {', '.join(self.blocks)}", str(error).splitlines()[0]],
-                    fix=['name smaller blocks, which are always called: fsdp={"blocks": [...]}'],
-                ) from error
+                what = "a part of a block was called without the block: its parameters are not gathered."
+                evidence = [f"blocks: {', '.join(self.blocks)}", str(error).splitlines()[0]]
+                fix = ['name smaller blocks, which are always called: fsdp={"blocks": [...]}']
+                raise ModelError(what, evidence=evidence, fix=fix) from error
             raise
         except BaseException:
             self.reset()
@@ -442,23 +429,17 @@ def check_fsdp(
     """Refuse what fsdp and hsdp cannot do, before anything is sharded."""
     ranks, among = options.reshard_after_forward, options.shard_ranks or world_size
     if among < 1 or world_size % among:
-        raise UsageError(
-            f'fsdp["shard_ranks"]={among} does not divide the {world_size} ranks.',
-            fix=[
-                "as many ranks as hold one copy of the model together: a divisor of the world size",
-                'strategy="fsdp"',
-            ],
-        )
+        fix = [
+            "as many ranks as hold one copy of the model together: a divisor of the world size",
+            'strategy="fsdp"',
+        ]
+        raise UsageError(f'fsdp["shard_ranks"]={among} does not divide the {world_size} ranks.', fix=fix)
     if not isinstance(ranks, bool) and (ranks < 1 or among % ranks):
-        raise UsageError(
-            f'fsdp["reshard_after_forward"]={ranks} does not divide the {among} ranks.',
-            fix=["True (over all ranks), False (not at all), or a divisor of their number"],
-        )
+        what = f'fsdp["reshard_after_forward"]={ranks} does not divide the {among} ranks.'
+        raise UsageError(what, fix=["True (over all ranks), False (not at all), or a divisor of their number"])
     if exact and among < world_size:
-        raise UsageError(
-            'exact=True with strategy="hsdp": an all-reduce adds up the copies of the model, in no fixed order.',
-            fix=['strategy="fsdp", which keeps the order', "or exact=False"],
-        )
+        what = 'exact=True with strategy="hsdp": an all-reduce adds up the copies of the model, in no fixed order.'
+        raise UsageError(what, fix=['strategy="fsdp", which keeps the order', "or exact=False"])
     if compile and exact:
         raise UsageError(
             'exact=True with compile=True and strategy="fsdp": blocks are compiled one by one, and on one process the '
@@ -466,10 +447,9 @@ def check_fsdp(
             fix=["compile=False", 'strategy="ddp"', "or exact=False"],
         )
     if exact and precision.by_part and precision.compute is not None:
-        raise UsageError(
-            "exact=True: parameters gathered in half precision give other bits than the same model on one process.",
-            fix=[f'precision="{precision.name}": gathered in fp32 and cast per operation, as everywhere'],
-        )
+        what = "exact=True: parameters gathered in half precision give other bits than the same model on one process."
+        fix = [f'precision="{precision.name}": gathered in fp32 and cast per operation, as everywhere']
+        raise UsageError(what, fix=fix)
     for optimizer in optimizers.values():
         check_rowwise(optimizer)
 
@@ -485,20 +465,14 @@ def policy_of(precision: Precision, *, exact: bool) -> Any:
 
 
 def sharded_with_twin(
-    model: Module,
-    options: Options,
-    at: Place,
-    twin: bool,
-    seed: int,
-    fill: Callable[[Shards], None] | None,
-    apart: Collection[str],
+    model: Module, options: Options, at: Place, twin: bool, seed: int, fill: Callable[[Shards], None] | None
 ) -> tuple[Shards, Shards | None]:
     """The model sharded, and a second one of the same form and values, for an average. On all ranks."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
     second = copy.deepcopy(model, memo) if twin else None
-    shards = Shards(model, options, at, fill, seed, apart)
+    shards = Shards(model, options, at, fill, seed)
     if second is None:
         return shards, None
 

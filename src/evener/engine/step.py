@@ -185,10 +185,9 @@ def _pieces(
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
-            raise LossError(
-                "the loss's graph was used before: loss_fn calls backward(), or returns an earlier batch's loss.",
-                fix=["remove loss.backward() from loss_fn: evener does it", "compute the loss anew in every call"],
-            ) from error
+            what = "the loss's graph was used before: loss_fn calls backward(), or returns an earlier batch's loss."
+            fix = ["remove loss.backward() from loss_fn: evener does it", "compute the loss anew in every call"]
+            raise LossError(what, fix=fix) from error
         if idle:  # 0 times what is not finite is not 0
             for parameter, gradient in zip(target.parameters, kept):
                 parameter.grad = gradient

@@ -108,16 +108,13 @@ def as_loss(output: Any, rows: int) -> tuple[Mean, bool, Mapping[str, Mean]]:
             if not isinstance(name, str):
                 raise LossError(f"a metric's name is a {type(name).__name__}: {name!r}.", fix=[f'{{"{name}": ...}}'])
             if not isinstance(metric, Mean):
-                raise LossError(
-                    f"metric {name!r} is a {type(metric).__name__}; a metric says what it is the mean of.",
-                    fix=[f"{{{name!r}: evener.Mean(total=..., count=...)}}", "or Mean(mean=value, count=len(y))"],
-                )
+                what = f"metric {name!r} is a {type(metric).__name__}; a metric says what it is the mean of."
+                fix = [f"{{{name!r}: evener.Mean(total=..., count=...)}}", "or Mean(mean=value, count=len(y))"]
+                raise LossError(what, fix=fix)
     scalar = isinstance(output, torch.Tensor)
     if scalar and output.numel() != 1:
-        raise LossError(
-            f"the loss has shape {tuple(output.shape)}; it must be one number.",
-            fix=["return loss.mean(), the mean over the rows", "or Mean(total=loss.sum(), count=loss.numel())"],
-        )
+        fix = ["return loss.mean(), the mean over the rows", "or Mean(total=loss.sum(), count=loss.numel())"]
+        raise LossError(f"the loss has shape {tuple(output.shape)}; it must be one number.", fix=fix)
     loss = Mean(mean=output, count=rows) if scalar else output
     if not isinstance(loss, Mean):
         raise LossError(
@@ -131,20 +128,16 @@ def as_loss(output: Any, rows: int) -> tuple[Mean, bool, Mapping[str, Mean]]:
         )
     value = loss.value
     if not isinstance(value, torch.Tensor):
-        raise LossError(
-            f"the loss is a Python {type(value).__name__}, not a tensor: it has no gradient.",
-            fix=["return the tensor itself, without .item() or float()"],
-        )
+        what = f"the loss is a Python {type(value).__name__}, not a tensor: it has no gradient."
+        raise LossError(what, fix=["return the tensor itself, without .item() or float()"])
     if not value.is_floating_point():
         raise LossError(f"the loss has dtype {value.dtype}; it must be floating point.", fix=["loss.float()"])
     if not value.requires_grad:
-        raise LossError(
-            "the loss is not connected to the parameters: it has no gradient.",
-            fix=[
-                "compute it from the model's output, without .detach(), .item(), .data or torch.no_grad()",
-                "check that the model has parameters with requires_grad=True",
-            ],
-        )
+        fix = [
+            "compute it from the model's output, without .detach(), .item(), .data or torch.no_grad()",
+            "check that the model has parameters with requires_grad=True",
+        ]
+        raise LossError("the loss is not connected to the parameters: it has no gradient.", fix=fix)
     return loss, scalar, metrics
 
 
@@ -158,8 +151,6 @@ def _described(output: Any) -> str:
 
 def refuse_names(agreed: Sequence[str], given: Mapping[str, Mean]) -> NoReturn:
     """Metrics are the same names in every update, since they travel in fixed columns."""
-    raise LossError(
-        "loss_fn returned other metrics than before.",
-        evidence=[f"before: {', '.join(agreed) or 'none'}", f"now: {', '.join(sorted(given)) or 'none'}"],
-        fix=["return the same metric names every time; a metric with nothing to count is Mean(total=0.0, count=0)"],
-    )
+    evidence = [f"before: {', '.join(agreed) or 'none'}", f"now: {', '.join(sorted(given)) or 'none'}"]
+    fix = ["return the same metric names every time; a metric with nothing to count is Mean(total=0.0, count=0)"]
+    raise LossError("loss_fn returned other metrics than before.", evidence=evidence, fix=fix)

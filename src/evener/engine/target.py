@@ -178,20 +178,16 @@ class Target:
             except RuntimeError as error:
                 if not is_oom(error):
                     raise
-                raise MemoryLimitError(
-                    "Out of memory in the schedule's step.",
-                    evidence=[first_line(error), "it may have been stepped already, so it is not tried again"],
-                    fix=["start it again: it goes on from the newest checkpoint, whole", "a smaller microbatch_size"],
-                ) from None
+                evidence = [first_line(error), "it may have been stepped already, so it is not tried again"]
+                fix = ["start it again: it goes on from the newest checkpoint, whole", "a smaller microbatch_size"]
+                raise MemoryLimitError("Out of memory in the schedule's step.", evidence=evidence, fix=fix) from None
 
     # ------------------------------------------------------------------------------------------------ learned once
 
     def learn_kind(self, scalar: bool, batch: Any) -> None:
         if self.scalar is not None:
-            raise LossError(
-                "loss_fn returned a scalar for one batch and a Mean for another: an update has one denominator.",
-                fix=["return evener.Mean(total=..., count=...) every time"],
-            )
+            what = "loss_fn returned a scalar for one batch and a Mean for another: an update has one denominator."
+            raise LossError(what, fix=["return evener.Mean(total=..., count=...) every time"])
         ignored = scalar and self.loss_is is None and (self.ignored_labels or _has_ignored_labels(batch))
         self.scalar = scalar
         if ignored:
@@ -202,14 +198,13 @@ class Target:
         self.ignored_labels = True
         if not self.scalar or self.loss_is is not None:
             return
-        raise LossError(
-            "the loss is a scalar (a mean over rows), but the batch's labels hold -100: positions that do not count.",
-            evidence=["a mean over the unmasked tokens of each microbatch is not the mean over the global batch"],
-            fix=[
-                "count = (labels != -100).sum(); return evener.Mean(mean=loss, count=count)",
-                'or loss_is="row mean", if the scalar really is a mean over rows',
-            ],
-        )
+        what = "the loss is a scalar (a mean over rows), but the batch's labels hold -100: positions that do not count."
+        evidence = ["a mean over the unmasked tokens of each microbatch is not the mean over the global batch"]
+        fix = [
+            "count = (labels != -100).sum(); return evener.Mean(mean=loss, count=count)",
+            'or loss_is="row mean", if the scalar really is a mean over rows',
+        ]
+        raise LossError(what, evidence=evidence, fix=fix)
 
     def agree(self, tally: Tally, rows: int | None, mine_rows: int) -> None:
         """First update, after the first forward: ranks agree on metric names, the kind of loss, and P. Collective."""
@@ -225,11 +220,10 @@ class Target:
             return
         for one in every:
             if one["names"] != every[0]["names"] or one["scalar"] != every[0]["scalar"]:
-                raise LossError(
-                    "ranks returned different metrics or kinds of loss in the first update.",
-                    evidence=[f"{one['names']}, {'scalar' if one['scalar'] else 'Mean'}" for one in every],
-                    fix=["return the same metric names, and always a scalar or always a Mean, on every rank"],
-                )
+                what = "ranks returned different metrics or kinds of loss in the first update."
+                evidence = [f"{one['names']}, {'scalar' if one['scalar'] else 'Mean'}" for one in every]
+                fix = ["return the same metric names, and always a scalar or always a Mean, on every rank"]
+                raise LossError(what, evidence=evidence, fix=fix)
         self.names, self.scalar = tuple(every[0]["names"]), every[0]["scalar"]
         if (self.loss_scale is not None or self.half_reduced) and not self.provisional_agreed:
             self.provisional_agreed = True
@@ -260,10 +254,8 @@ class Target:
 
     def load_state_dict(self, state: Mapping[str, Any], shards: Shards | None = None) -> None:
         if (state["scaler"] is None) != (self.loss_scale is None):
-            raise UsageError(
-                "the state has a loss scale and this engine none, or the reverse: another precision.",
-                fix=["construct the engine with the precision that the state was saved with"],
-            )
+            what = "the state has a loss scale and this engine none, or the reverse: another precision."
+            raise UsageError(what, fix=["construct the engine with the precision that the state was saved with"])
         # load_state_dict keeps the tensors it is given: a later step would change the caller's copy.
         optimizer = dict(state["optimizer"])
         if shards is not None:

@@ -24,10 +24,8 @@ def make_spread(engine: Engine, parameters: Sequence[torch.nn.Parameter], optimi
     if engine.strategy == "dp":
         if size is not None:
             why = "exact=True" if engine.batch.exact else "coupled rows (BatchNorm)"
-            raise UsageError(
-                f'strategy="dp" cuts a batch over GPUs, which {why} forbids.',
-                fix=['strategy="ddp" with one process per GPU', 'or batchnorm="frozen" where BatchNorm may stay fixed'],
-            )
+            fix = ['strategy="ddp" with one process per GPU', 'or batchnorm="frozen" where BatchNorm may stay fixed']
+            raise UsageError(f'strategy="dp" cuts a batch over GPUs, which {why} forbids.', fix=fix)
         note = "dp is one process driving several GPUs; ddp is faster and the better choice"
         if note not in engine.notes:
             engine.notes.append(note)

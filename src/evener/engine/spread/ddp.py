@@ -69,10 +69,8 @@ class DDP(Replicas):
             if not self.armed:
                 return
             if i in self.fired:
-                raise CollectiveError(
-                    "a gradient was finished twice in one backward: reentrant activation checkpointing.",
-                    fix=["torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"],
-                )
+                what = "a gradient was finished twice in one backward: reentrant activation checkpointing."
+                raise CollectiveError(what, fix=["torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"])
             self.fired.add(i)
             self.bucket_of[i].waiting -= 1
             # Strictly in bucket order, so that every rank starts the same collectives in the same order.

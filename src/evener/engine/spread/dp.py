@@ -45,15 +45,11 @@ class DP(Spread):
         if device.type == "cuda":
             ids = list(device_ids) if device_ids is not None else list(range(torch.cuda.device_count()))
             if not ids or len(set(ids)) < len(ids) or not set(ids) <= set(range(torch.cuda.device_count())):
-                raise DeviceError(
-                    f"device_ids={ids}: slots are different numbers from 0 to {torch.cuda.device_count() - 1}.",
-                    fix=["slots count inside CUDA_VISIBLE_DEVICES"],
-                )
+                what = f"device_ids={ids}: slots are different numbers from 0 to {torch.cuda.device_count() - 1}."
+                raise DeviceError(what, fix=["slots count inside CUDA_VISIBLE_DEVICES"])
             if ids[0] != device.index:
-                raise DeviceError(
-                    f"the model must live on the first of device_ids: it is on {device}, device_ids={ids}.",
-                    fix=[f'device="cuda:{ids[0]}"', f"or device_ids starting with {device.index}"],
-                )
+                what = f"the model must live on the first of device_ids: it is on {device}, device_ids={ids}."
+                raise DeviceError(what, fix=[f'device="cuda:{ids[0]}"', f"or device_ids starting with {device.index}"])
             self.devices = [torch.device("cuda", i) for i in ids]
             self.output = torch.device("cuda", ids[0] if output_device is None else output_device)
         elif device_ids:
@@ -61,10 +57,8 @@ class DP(Spread):
         else:
             self.devices, self.output = [device] * len(weights or (1,)), device
         if weights is not None and (len(weights) != len(self.devices) or min(weights) < 0 or not sum(weights)):
-            raise UsageError(
-                f"scatter={scatter!r}: one weight per device ({len(self.devices)}), none negative, not all 0.",
-                fix=[f"scatter={tuple([1] * len(self.devices))}"],
-            )
+            what = f"scatter={scatter!r}: one weight per device ({len(self.devices)}), none negative, not all 0."
+            raise UsageError(what, fix=[f"scatter={tuple([1] * len(self.devices))}"])
         if scatter is not None and weights is None and not callable(scatter):
             raise UsageError(f"scatter={scatter!r} is neither weights nor a function.", fix=["scatter=(3, 1)"])
 
@@ -73,10 +67,8 @@ class DP(Spread):
             parts = list(self.scatter(batch, len(self.devices)))
             given = sum(batches.rows(part) for part in parts)
             if len(parts) > len(self.devices) or given != rows:
-                raise UsageError(
-                    f"scatter returned {len(parts)} parts of {given} rows; {len(self.devices)} devices, {rows} rows.",
-                    fix=["return at most one part per device, with every row exactly once"],
-                )
+                what = f"scatter returned {len(parts)} parts of {given} rows; {len(self.devices)} devices, {rows} rows."
+                raise UsageError(what, fix=["return at most one part per device, with every row exactly once"])
             return parts
         weights = self.scatter or [1] * len(self.devices)
         edges = [round(rows * sum(weights[:k]) / sum(weights)) for k in range(len(weights) + 1)]

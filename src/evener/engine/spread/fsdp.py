@@ -287,16 +287,11 @@ class _Sum(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-class _Tree(DefaultReduceScatter):
+class _Tree(_Sum):
     """Exact mode: every rank receives its chunk of every slice's gradient and folds them in the fixed tree.
 
     FSDP sees zeros until `finish`, which writes the root into the memory that its gradients are views of.
     """
-
-    def __init__(self, join: Join, log: array[int], number: int, *, keeps: bool) -> None:
-        super().__init__()
-        self.join, self.log, self.number = join, log, number
-        self.begin(1)
 
     def begin(self, leaves: int) -> None:
         self.tree = Tree(leaves, lambda left, right: left.add_(right))
