@@ -155,11 +155,9 @@ def _refuse(unmade: list[str], adrift: list[str]) -> None:
         return
     evidence = [f"no reset_parameters() makes: {', '.join(unmade)}"] if unmade else []
     evidence += [f"plain attributes, neither parameter nor buffer: {', '.join(adrift)}"] if adrift else []
-    raise ModelError(
-        f"{len(unmade) + len(adrift)} tensors of a model built without storage would have no values.",
-        evidence=evidence,
-        fix=[
-            "give the module that holds them a reset_parameters() that makes them, and call it in __init__ too",
-            "or build the model outside of evener.blank()",
-        ],
-    )
+    what = f"{len(unmade) + len(adrift)} tensors of a model built without storage would have no values."
+    fix = [
+        "give the module that holds them a reset_parameters() that makes them, and call it in __init__ too",
+        "or build the model outside of evener.blank()",
+    ]
+    raise ModelError(what, evidence=evidence, fix=fix)

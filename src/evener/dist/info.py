@@ -41,10 +41,8 @@ def here() -> Place:
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
     elif not 0 <= rank < world:
-        raise UsageError(
-            f"RANK={rank} with WORLD_SIZE={world}: ranks run from 0 to world size - 1.",
-            fix=["start the script with `evener run` or `torchrun`, or unset RANK and WORLD_SIZE for one process"],
-        )
+        fix = ["start the script with `evener run` or `torchrun`, or unset RANK and WORLD_SIZE for one process"]
+        raise UsageError(f"RANK={rank} with WORLD_SIZE={world}: ranks run from 0 to world size - 1.", fix=fix)
     # Without a LOCAL_RANK (mpirun, a hand-written spawn) one node is the only guess that is right on one node.
     return Place(rank, world, _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world))
 

@@ -85,11 +85,13 @@ class DP(Spread):
             outputs = [loss_fn(model, part) for part in parts]
         return self._join(outputs, sizes, rows)
 
-    def _on_gpus(self, loss_fn: Callable[..., Any], model: torch.nn.Module, parts: list[Any]) -> list[Any]:
+    def _on_gpus(self, loss_fn: Callable[..., Any], model: Any, parts: list[Any]) -> list[Any]:
         from torch.nn.parallel import parallel_apply, replicate
 
         devices = self.devices[: len(parts)]
-        replicas = replicate(model, devices)
+        replicas: Any = replicate(model if isinstance(model, torch.nn.Module) else torch.nn.ModuleDict(model), devices)
+        if isinstance(model, dict):
+            replicas = [dict(replica.items()) for replica in replicas]
         moved = [(replica, batches.move(part, device)) for replica, part, device in zip(replicas, parts, devices)]
         # It calls them with the arguments given and asks for nothing else of a module.
         calls: Any = [loss_fn] * len(parts)
