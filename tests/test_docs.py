@@ -141,7 +141,7 @@ def test_every_file_with_lines_for_cuda_is_in_the_table():
     source = ROOT / "src" / "evener"
     shown = {bare(row[0]) for row in table("measurements.md", "file")}
     found = {str(file.relative_to(source)) for file in source.rglob("*.py") if only_on_cuda(file.read_text("utf-8"))}
-    assert shown == found
+    assert shown == {file for file in found if not file.startswith("lint/")}  # rules read such words in scripts
 
 
 def test_the_file_tree_names_what_is_there():

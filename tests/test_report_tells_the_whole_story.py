@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import evener
 from evener.cli import main
 from evener.report import record as records
-from evener.report.events import KINDS, Events
+from evener.report.events import KINDS, ORDINARY, Events
 from evener.report.record import Points, Record
 
 
@@ -394,6 +394,28 @@ def test_the_straggler_is_the_rank_that_works_while_others_wait(tmp_path, capsys
     )
 
 
+def test_ranks_are_those_of_the_newest_part_of_a_run(tmp_path, capsys):
+    """Three ranks before the restart, two after it: two rows, with what they did since; the page has no noise."""
+    folder = write(tmp_path / "run", start(0.0, world_size=3), update(0, 1.0))
+    write(folder, phases(10.0, 99, 100, forward=60.0), start(20.0), update(100, 21.0))
+    write(folder, phases(30.0, 199, 100, forward=4.0, backward=1.23456))
+    for rank in (1, 2):
+        old = phases(10.0, 99, 100, forward=60.0) | {"memory_bytes": 300 << 20, "gpu_utilization_percent": 90}
+        write(folder, old, rank=rank)
+    write(folder, phases(30.0, 199, 100, forward=4.0) | {"gpu_utilization_percent": 40}, rank=1)
+    one = told(folder, capsys)
+    assert [(rank["rank"], rank["own_seconds"]) for rank in one["ranks"]] == [
+        (0, pytest.approx(0.0523456)),
+        (1, 0.04),
+    ]
+    assert one["ranks"][1]["gpu_utilization_percent"] == 40 and one["ranks"][1]["memory_peak_bytes"] == 100 << 20
+    assert one["memory_peak_bytes"] == 300 << 20, "of the whole run"
+    assert Record.read(folder).ranks[2].memory.series("memory_bytes") == ([99], [300 << 20]), "the curve has all"
+    text = page_of(folder, capsys=capsys)
+    assert ">52.3</td>" in text and "Since the newest start of which times are known" in text
+    assert "<code>evener plan</code> does" in text and "`" not in text.split("<script")[0].split("</style>")[1]
+
+
 FOUND = {
     "waits for rows 40%": [phases(9.0, 9, 10, data_wait=4.0, forward=6.0)],
     "reductions that no backward hides": [phases(9.0, 9, 10, reduction=4.0, forward=6.0)],
@@ -421,17 +443,22 @@ def test_what_stands_out_is_said_first(tmp_path, capsys, words):
 def test_a_prediction_stands_beside_what_came(tmp_path, capsys):
     folder = write(tmp_path / "run", start(0.0), update(0, 1.0), phases(9.0, 9, 10, forward=6.0))
     assert "Nobody predicted its peak" in page_of(folder, capsys=capsys)
-    write(folder, {"t": 9.5, "kind": "peak", "update": 0, "predicted_bytes": 90 << 20, "real_bytes": 95 << 20})
+    peak = {"t": 9.5, "kind": "peak", "update": 0, "predicted_bytes": 90 << 20, "real_bytes": 95 << 20}
+    write(folder, peak | {"predicted_seconds": None, "real_seconds": 3.0})
+    assert "It predicted no time." in page_of(folder, capsys=capsys)
+    write(folder, peak | {"predicted_seconds": 0.002, "real_seconds": 0.003})
     one = told(folder, capsys)
     assert (one["predicted_peak_bytes"], one["compared_peak_bytes"]) == (90 << 20, 95 << 20)
-    assert "predicted a peak of 90 MiB; it was 95 MiB" in page_of(folder, capsys=capsys)
+    assert (one["predicted_seconds_per_update"], one["compared_seconds_per_update"]) == (0.002, 0.003)
+    page = page_of(folder, capsys=capsys)
+    assert "predicted a peak of 90 MiB; it was 95 MiB. It predicted 2.0000 ms an update; it was 3.0000 ms." in page
 
 
 def test_words_are_for_kinds_that_exist():
     from evener.run.phases import PHASES
 
     words = records.WORDS
-    assert set(words["incidents"]) - {"died"} <= set(KINDS) and not set(words["incidents"]) & records.ORDINARY
+    assert set(words["incidents"]) - {"died"} <= set(KINDS) and not set(words["incidents"]) & ORDINARY
     assert all({"title", "what", "why"} <= set(one) for one in words["incidents"].values())
     assert tuple(words["phases"]) == PHASES
 

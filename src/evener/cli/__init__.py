@@ -42,9 +42,8 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code. A user's mistake is a message, never a traceback."""
-    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except EvenerError as error:
         print(f"evener: {error}", file=sys.stderr)
         return error.exit_code
@@ -66,16 +65,11 @@ def _dispatch(words: list[str]) -> int:
         print(f"evener {__version__}")
         return 0
     if first not in VERBS:
-        raise _not_a_verb(first)
+        if first.endswith(".py"):
+            raise UsageError(f"{first!r} is a script, not a verb.", fix=[f"evener run {first}"])
+        close = nearest(first, [*VERBS, "--help", "--version"])
+        fix = [*([f"evener {close}"] if close else []), f"verbs: {', '.join(VERBS)}; evener --help"]
+        raise UsageError(f"{first!r} is not a verb of evener.", fix=fix)
     import importlib
 
-    verb = importlib.import_module(f"evener.cli.{first}")
-    return int(verb.main(words[1:]))
-
-
-def _not_a_verb(word: str) -> UsageError:
-    if word.endswith(".py"):
-        return UsageError(f"{word!r} is a script, not a verb.", fix=[f"evener run {word}"])
-    close = nearest(word, [*VERBS, "--help", "--version"])
-    fix = [f"evener {close}"] if close else []
-    return UsageError(f"{word!r} is not a verb of evener.", fix=[*fix, f"verbs: {', '.join(VERBS)}; evener --help"])
+    return int(importlib.import_module(f"evener.cli.{first}").main(words[1:]))

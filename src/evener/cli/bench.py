@@ -12,56 +12,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evener.cli.parser import Parser
+from evener.cli.parser import parser_of, texts_of
 from evener.errors import UsageError
 
-PARTS = {
-    "matmul": "matrix products per number format, and which formats are native",
-    "memory": "copies on the device and between host and device, and what it costs to start one operation",
-    "comm": "every collective of evener.comm from 4 B to 1 GiB, results checked (several processes)",
-    "data": "rows per second by number of data workers, and how many are enough",
-    "step": "one update of a small GPT and of a small residual network, against the fastest product",
-}
-DESCRIPTION = "\n".join(
-    ["Measure what this machine does. Figures are medians; the spread and the load of the machine are said.\n"]
-    + [f"  {name:8} {line}" for name, line in PARTS.items()]
-)
-EXAMPLES = """\
-examples:
-  evener bench                                 everything; a minute or two on a CPU
-  evener bench matmul memory                   two parts
-  evener bench comm --nproc 4 --cpu            collectives of four processes over gloo
-  evener bench data --dataset train.py:make    your own dataset: a name in a file, or a function that makes it
-  evener bench step --nproc 2 --json           one object, for a program
-  evener bench matmul memory --calibrate       `evener plan` prices time with this GPU's own figures
-  evener bench matmul --cpu --calibrate        `evener report` says what share of this CPU's peak a run used
-  evener bench data --dataset train.py:make --calibrate    `evener plan` knows when reading rows takes longer
-Ctrl-C ends it and shows what has been measured so far.
-"""
+PARTS: dict[str, tuple[str, float]] = texts_of("bench")["parts"]  # what it measures, and seconds on a CPU
 Result = Mapping[str, Any]
 _RATE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SIZE = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
-def parser() -> Parser:
-    options = Parser(prog="evener bench", description=DESCRIPTION, epilog=EXAMPLES)
-    add = options.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}, all (default: all)")
-    add("--nproc", metavar="N", type=int, help="processes (default: one; comm: one per GPU, or 2 on the CPU)")
-    add("--cpu", action="store_true", help="measure the CPU although there are GPUs")
-    add("--seconds", metavar="S", type=float, default=0.5, help="about how long one figure is measured (default: 0.5)")
-    add("--longest", metavar="S", type=float, default=2.0, help="no larger sizes once a call takes this (default: 2)")
-    add("--dataset", metavar="FILE.py:NAME", help="what `data` reads, in place of small images that are made here")
-    add("--calibrate", action="store_true", help="keep what was measured, for `evener plan` and `evener report`")
-    add("--json", action="store_true", help="one object: machine, and a list of results")
-    return options
-
-
 def main(argv: Sequence[str]) -> int:
     from evener.gpus import look
 
-    given = parser().parse_args(argv)
+    options = parser_of("bench")
+    options.description = "\n".join([options.description or "", *(f"  {name:8} {PARTS[name][0]}" for name in PARTS)])
+    given = options.parse_args(argv)
     for part in given.parts:
         if part not in (*PARTS, "all"):
             raise UsageError(f"{part!r} is no part of the bench.", fix=[f"one of {', '.join(PARTS)}, all"])
@@ -76,6 +42,9 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--calibrate: what matmul, memory, comm, and data with --dataset, measure is kept.", fix=fix)
     asked = {name: getattr(given, name) for name in ("seconds", "longest", "dataset")}
     asked |= {"cpu": gpus == 0, "show": not given.json or sys.stderr.isatty()}
+    if asked["show"]:
+        expected = sum(PARTS[part][1] for part in parts) * given.seconds / 0.5
+        print(f"evener bench: about {expected:.0f} s; Ctrl-C keeps what was measured", file=sys.stderr)
     groups: dict[int, list[str]] = {}  # what needs several processes runs under the launcher, the rest in one
     for part in parts:
         groups.setdefault(given.nproc or (max(2, gpus) if part == "comm" else 1), []).append(part)
@@ -133,6 +102,9 @@ def calibration(machine: Mapping[str, Any], results: Sequence[Result]) -> tuple[
     if machine.get("device") == "cpu":
         for speed, measured in (("memory", copies), ("network", buses)):
             found |= {f"{speed}_bytes_per_second": max(measured)} if measured else {}
+        fresh = [one["bytes_per_second"] for one in results if one.get("name", "").startswith("into memory")]
+        if fresh and copies and fresh[0] < max(copies):  # what the kernel takes to hand out pages, beside the copy
+            found["fresh_bytes_per_second"] = 1 / (2 / fresh[0] - 2 / max(copies))
         for one in products:
             found[one["name"]] = max(found.get(one["name"], 0.0), one["flops_per_second"])
         return "cpus", name, found
@@ -184,7 +156,7 @@ def page(machine: Mapping[str, Any], results: Sequence[Result]) -> list[str]:
     lines = [f"{machine['name']} · torch {machine['torch']} · {machine['threads']} threads"]
     if load is not None and load > 0.5 * cores:
         lines.append(f"load {load:.1f} on {cores} cores: others work here too, so these figures are lower bounds")
-    for part, about in PARTS.items():
+    for part, (about, _) in PARTS.items():
         rows = [cells(part, one) for one in results if one["part"] == part]
         full = max(map(len, rows), default=0)  # a row of fewer cells (a note) is not padded
         widths = [max(len(row[i]) for row in rows if len(row) == full) for i in range(full)]

@@ -10,60 +10,21 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evener.cli.parser import Parser, write
-from evener.cli.top import seconds
+from evener.cli.parser import parser_of, write
 from evener.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from evener.doctor import Facts, Finding
 
-EXAMPLES = """\
-examples:
-  evener doctor                                   all checks
-  evener doctor --ranks 8 --workers 4             for a job of 8 ranks with 4 data workers each
-  evener doctor --only shared-memory,torch-cuda   two of them; --list names all, docs/doctor.md explains them
-  evener doctor --deep                            NCCL over the visible GPUs too, pair by pair (up to a minute)
-  evener doctor --nodes host1,host2               the network between hosts; type it on each of them
-  srun --ntasks-per-node=1 evener doctor --nodes  the same in a Slurm job
-  evener doctor --record facts.json               keep what was seen; --from facts.json judges it anywhere
-
-exit code: 1 when there is an error, else 0; 2 for a wrong option
-"""
-
 _SHEET = "--from FILE, which `evener doctor --record FILE` wrote"
 
 
-def parser() -> Parser:
-    what = "Look at driver, CUDA, torch, memory, limits, network and disks, and name the fix of every fault."
-    options = Parser(prog="evener doctor", description=what, epilog=EXAMPLES)
-    add = options.add_argument
-    add("--only", metavar="CHECK,...", action="append", default=[], help="these checks alone; repeatable")
-    add("--list", action="store_true", help="the names of all checks")
-    add("--all", action="store_true", help="show also what is good, check by check")
-    add("--json", action="store_true", help='{"findings": [{check, level, found, why, fix}]}')
-    add("--deep", action="store_true", help="try NCCL on the visible GPUs")
-    add("--ranks", metavar="N", type=_count, help="processes that the job will have here (default: visible GPUs, or 1)")
-    add("--workers", metavar="N", type=_count, help="data workers of each rank (num_workers)")
-    add("--memory", metavar="SIZE", help="host memory that the job needs here: 200GB")
-    add("--dir", metavar="DIR", default="runs", help="where checkpoints will go (default: runs)")
-    add("--nodes", metavar="HOSTS", nargs="?", const="auto", help="the network checks on all hosts: host1,host2,...")
-    add("--timeout", metavar="SECONDS", type=seconds, help="for the other hosts (30), or for torch's child (12)")
-    add("--record", metavar="FILE", help="write what was seen as JSON")
-    add("--from", metavar="FILE", dest="recorded", help="judge a recorded machine instead of this one")
-    add("--root", metavar="DIR", default="/", help="where /proc, /sys, /etc and /dev are read (default: /)")
-    return options
-
-
-def _count(word: str) -> int:
-    if word.isdigit():
-        return int(word)
-    raise argparse.ArgumentTypeError(f"{word} is not a number")
-
-
 def main(argv: list[str]) -> int:
-    given = parser().parse_args(argv)
+    given = parser_of("doctor").parse_args(argv)
     if os.name != "posix":
         raise UsageError("evener doctor knows Linux and macOS only.")
     if not os.path.isdir(given.root):
@@ -73,14 +34,13 @@ def main(argv: list[str]) -> int:
     if given.list:
         print("\n".join(f"{text['number']:>2}  {name:<16} {text['title']}" for name, text in doctor.texts().items()))
         return 0
-    wanted = [name.strip() for words in given.only for name in words.split(",") if name.strip()]
-    for name in wanted:
+    for name in given.only:
         if name not in doctor.CHECKS:
             close = nearest(name, doctor.CHECKS)
             raise UsageError(f"{name!r} is not a check.", fix=[*([close] if close else []), "evener doctor --list"])
     if given.nodes is not None:
-        return _all_hosts(given, wanted)
-    names = wanted or list(doctor.CHECKS)
+        return _all_hosts(given, given.only)
+    names = given.only or list(doctor.CHECKS)
     if torch := bool(doctor.NEED_TORCH & set(names)):
         names.append("torch-cuda")  # which says what became of the child
     facts = _recorded(given.recorded) if given.recorded else _look(given, torch=torch)
@@ -99,8 +59,7 @@ def _recorded(path: str) -> Facts:
     from evener.doctor import Facts
 
     try:
-        with open(path, encoding="utf-8") as file:
-            return Facts.from_json(file.read(), path)
+        return Facts.from_json(Path(path).read_text("utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read.", evidence=[str(error)], fix=[_SHEET]) from None
 
@@ -116,17 +75,16 @@ def _look(given: argparse.Namespace, *, torch: bool) -> Facts:
     gpus = look_at_gpus(os.environ, root=given.root)
     visible = sum(gpu.slot is not None for gpu in gpus.gpus)
     wishes = {"ranks": given.ranks or max(1, visible), "workers": given.workers, "memory_needed_bytes": needed}
-    child = doctor.TorchChild(sys.executable, os.environ, gpus=visible if given.deep else 0) if torch else None
-    try:
+    with ExitStack() as stack:
+        if torch:
+            child = doctor.TorchChild(sys.executable, os.environ, gpus=visible if given.deep else 0)
+            stack.callback(child.end)
         seen = facts.gather(os.environ, root=given.root, directory=given.dir, gpus=gpus, **wishes)
-        if child is None:
+        if not torch:
             return seen
         if sys.stderr.isatty():
             print("evener: asking torch, in a child process ...", file=sys.stderr)
         return dataclasses.replace(seen, torch=child.answer(given.timeout or (60.0 if given.deep else 12.0)))
-    finally:
-        if child is not None:
-            child.end()
 
 
 def _all_hosts(given: argparse.Namespace, names: list[str]) -> int:
@@ -166,12 +124,11 @@ def _show(given: argparse.Namespace, where: str, findings: Sequence[Finding]) ->
 
     counts = [f"{len(of)} {level}{'s' * (len(of) > 1 and level in LEVELS[:2])}" for level, of in by_level.items() if of]
     print(f"evener doctor: {where}: {', '.join(counts)}")
-    for one in findings:
-        if one.level in LEVELS[:2]:
-            print()
-            block(one.level, f"{one.check}: {one.found}")
-            block("  why", one.why)
-            block("  fix", one.fix)
+    for one in (one for one in findings if one.level in LEVELS[:2]):
+        print()
+        block(one.level, f"{one.check}: {one.found}")
+        block("  why", one.why)
+        block("  fix", one.fix)
     print()
     for level in ("unknown", "ok", "skipped"):
         if given.all or level == "unknown":

@@ -11,7 +11,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.parser import Parser
+from evener.cli.parser import parser_of
 from evener.errors import EvenerError, LaunchError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -20,35 +20,9 @@ if TYPE_CHECKING:
     from evener.explain.read import Selection
     from evener.launch.records import RankEnd
 
-DESCRIPTION = """\
-Say what broke: the process that failed first, the cause, the fix for this case, and popular advice that would hurt.
-WHAT is a log file (plain or gzip, of any size), a folder with the logs of a run, - for standard input, or a kind.
-Several files are read as the logs of one run. Anything after the root cause is shown as its consequences.
-"""
-
-EXAMPLES = """\
-examples:
-  evener explain train.log                   one log, of one process or of many
-  evener explain runs/logs/20261129-train-1  every rank's log of one run
-  kubectl logs pod | evener explain -        from a pipe
-  evener explain --json slurm-123.out        for a program
-  evener explain --list                      all kinds
-  evener explain oom-capacity                the page of a kind (or of a rule of `evener lint`)
-
-exit code: 0 something was explained (or a page shown), 1 nothing in the text says that something failed, 2 bad usage.
-"""
-
 
 def main(argv: list[str]) -> int:
-    options = Parser(
-        prog="evener explain", usage="evener explain [options] [WHAT ...]", description=DESCRIPTION, epilog=EXAMPLES
-    )
-    add = options.add_argument
-    add("what", metavar="WHAT", nargs="*", help="log files, a folder, - for standard input, or a kind")
-    add("--list", action="store_true", help="all kinds, one a line")
-    add("--json", action="store_true", help="the explanation (or the list, or the page) as JSON")
-    add("--lang", choices=("en", "zh"), help="the language of the texts (default: the locale's)")
-    given = options.parse_args(argv)
+    given = parser_of("explain").parse_args(argv)
     from evener.explain import explain_selections, preferred_language
 
     language = given.lang or preferred_language()
@@ -56,8 +30,8 @@ def main(argv: list[str]) -> int:
         if sys.stdin.isatty():
             raise UsageError("evener explain: which log?", fix=["evener explain FILE, or a folder, or - ; --help"])
         given.what = ["-"]
+    found = True
     value: Any
-    code = 0
     if given.list:
         value, text = listing(language)
     elif len(given.what) == 1 and not os.path.exists(given.what[0]) and given.what[0] != "-":
@@ -65,10 +39,9 @@ def main(argv: list[str]) -> int:
     else:
         selections, fates = read(given.what)
         answer = with_places(explain_selections(selections, language, fates), given.what)
-        value, text = answer.to_json(), text_of(answer, sys.stdout)
-        code = 0 if answer.kind is not None else 1
+        value, text, found = answer.to_json(), text_of(answer, sys.stdout), answer.kind is not None
     print(json.dumps(value, ensure_ascii=False, indent=2) if given.json else text)
-    return code
+    return 0 if found else 1
 
 
 def read(what: list[str]) -> tuple[list[Selection], list[Fate]]:
@@ -93,14 +66,12 @@ def with_places(answer: Explanation, what: list[str]) -> Explanation:
     """With the culprit's own line, where `evener run` recorded it beside the logs."""
     from evener.launch import failure
 
-    for end in (
-        end for path in what if os.path.isdir(path) for end in ends_in(path) if end.rank == answer.culprit_rank
-    ):
-        for where in [one.where for one in end.errors if one.where is not None][:1]:
-            place = f"{failure.relative(where.file, os.getcwd())}:{where.line}"
-            line = f"{place}: {failure.clean(where.text, limit=160)}"
-            return dataclasses.replace(answer, evidence=(*answer.evidence, (None, None, line)))
-    return answer
+    ends = (end for path in what if os.path.isdir(path) for end in ends_in(path) if end.rank == answer.culprit_rank)
+    where = next((one.where for end in ends for one in end.errors if one.where is not None), None)
+    if where is None:
+        return answer
+    line = f"{failure.relative(where.file, os.getcwd())}:{where.line}: {failure.clean(where.text, limit=160)}"
+    return dataclasses.replace(answer, evidence=(*answer.evidence, (None, None, line)))
 
 
 def ends_in(logs: str) -> list[RankEnd]:
@@ -115,12 +86,12 @@ def fates_in(logs: str) -> list[Fate]:
     """How every rank ended, from the records of `evener run` in a log folder; [] where there are none."""
     from evener.explain.facts import Fate
 
-    found = []
-    for end in ends_in(logs):
+    def fate(end: RankEnd) -> Fate:
         seconds = None if end.monotonic_ns is None else end.monotonic_ns / 1e9
         raised = tuple((f"{one.module}.{one.type}", one.message, one.traceback) for one in end.errors)
-        found.append(Fate(end.rank, end.how, end.code, end.pid, end.stopped, seconds, raised))
-    return found
+        return Fate(end.rank, end.how, end.code, end.pid, end.stopped, seconds, raised)
+
+    return [fate(end) for end in ends_in(logs)]
 
 
 def gpus_then(logs: str) -> list[str]:
@@ -212,12 +183,11 @@ def listing(language: str) -> tuple[list[dict[str, str]], str]:
     from evener.explain.kinds import all_kinds
     from evener.explain.pages import plain_title
 
-    kinds = list(all_kinds().values())
-    titles = {kind.name: plain_title(kind, language) for kind in kinds}
+    kinds = all_kinds().values()
+    values = [{"kind": kind.name, "group": kind.group, "title": plain_title(kind, language)} for kind in kinds]
     groups: dict[str, list[str]] = {}
-    for kind in kinds:
-        groups.setdefault(kind.group, [kind.group]).append(f"  {kind.name:<28} {titles[kind.name]}")
-    values = [{"kind": kind.name, "group": kind.group, "title": titles[kind.name]} for kind in kinds]
+    for one in values:
+        groups.setdefault(one["group"], [one["group"]]).append(f"  {one['kind']:<28} {one['title']}")
     return values, "\n\n".join(map("\n".join, groups.values()))
 
 
@@ -226,16 +196,14 @@ def page(name: str, language: str) -> tuple[dict[str, Any], str]:
     from evener import lint
     from evener.explain.kinds import all_kinds
     from evener.explain.pages import page_of, page_text
+    from evener.lint import rules
 
     kinds = all_kinds()
     if name in kinds:
         value = page_of(kinds[name], language)
         return value, page_text(value)
-    rule = lint.page(name, language)
-    if rule is not None:
+    if (rule := lint.page(name, language)) is not None:
         return {"kind": name, "text": rule}, rule
-    from evener.lint import rules
-
     close = nearest(name, [*kinds, *(one.id for one in rules.ALL)])
     fix = [f"evener explain {close}"] if close else []
     raise UsageError(f"{name} is no file, and no kind of failure.", fix=[*fix, "evener explain --list shows the kinds"])

@@ -10,54 +10,14 @@ import sys
 import time
 from dataclasses import replace
 
-from evener.cli.parser import Parser, write
-from evener.cli.top import seconds
+from evener.cli.parser import parser_of, write
 from evener.errors import EvenerError, ShortageError, UsageError
 from evener.gpus import leases, look, owners, pick, table, visible
 from evener.gpus.values import Snapshot, to_json
 
-DESCRIPTION = """\
-Show the GPUs of this machine: what is on them, who runs it, who has a lease,
-and which are idle, or why not. GPU is nvidia-smi's number; slot is the N of
-`cuda:N` for a process that is started from this shell.
-"""
-
-EXAMPLES = """\
-exit codes: 0 found, 2 a mistake in the call, 3 not enough (or no) GPUs now,
-4 the driver is broken
-
-examples:
-  evener gpus                        the table
-  evener gpus -n 2 --min-free 20GB   are two GPUs free? exit code 3 says no
-  evener gpus --watch                again every 2 seconds, until Ctrl-C
-  evener gpus --holders              who keeps GPUs open, orphans too
-  evener gpus --record gpus.json     for a bug report; --from reads it
-  env $(evener gpus --env) python train.py
-                                     look, then go; somebody else may come in
-                                     between: `evener run` takes a lease
-"""
-
-
-def parser() -> Parser:
-    options = Parser(prog="evener gpus", description=DESCRIPTION, epilog=EXAMPLES)
-    add = options.add_argument
-    add("-n", metavar="N", help="are N idle GPUs of one kind there? with --env: which (default 1)")
-    add("--min-free", metavar="SIZE", help="only GPUs with so much free memory: 20GB, 20GiB")
-    add("--model", metavar="NAME", help="only GPUs whose name has this in it: A100")
-    show = options.add_mutually_exclusive_group()
-    show.add_argument("--json", action="store_true", help="everything, machine-readable; unknown is null")
-    show.add_argument("--env", action="store_true", help="the variables that make a process see the chosen GPUs")
-    show.add_argument("--holders", action="store_true", help="processes that have GPU device files open (from /proc)")
-    add("--topology", action="store_true", help="also how each pair of GPUs is connected")
-    add("--watch", metavar="SECONDS", nargs="?", const=2.0, type=seconds, help="again and again (2 s), until Ctrl-C")
-    add("--from", metavar="FILE", dest="recorded", help="show a recording instead of this machine")
-    add("--record", metavar="FILE", help="write what was read to FILE, as --json would print it")
-    add("--lock-folder", metavar="DIR", help="another folder of leases than this machine's")
-    return options
-
 
 def main(argv: list[str]) -> int:
-    given = parser().parse_args(argv)
+    given = parser_of("gpus").parse_args(argv)
     wish = to_wish(given)
     if given.holders:
         return holders()

@@ -5,69 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.parser import Parser
+from evener.cli.parser import parser_of
 from evener.errors import UsageError, nearest
 from evener.limits import usable_cpus
 
 if TYPE_CHECKING:
-    from evener.lint import Finding, Options
+    from evener.lint import Options
 
-DESCRIPTION = """\
-Read PyTorch scripts and name what goes wrong on several GPUs, in mixed precision and with checkpoints. Nothing is run
-or imported. Every finding says why and what to do; `evener explain RULE` shows a rule with examples.
-"""
-
-EXAMPLES = """\
-examples:
-  evener lint train.py                        one file, with what it imports for context
-  evener lint .                               all .py files and launch scripts below this folder
-  evener lint --diff src                      what --fix would change
-  evener lint --fix --select migrate .        torch.cuda.amp, Apex, torch.distributed.launch -> today's PyTorch
-  evener lint --format github .               annotations in a workflow
-
-silence:
-  loss.backward()  # evener: ignore[accumulation-not-normalised]
-  # evener: ignore-file[sync-every-step]
-
-pyproject.toml:
-  [tool.evener.lint]
-  ignore = ["dataparallel"]                   rules, themes or levels
-  select = []                                 if given: these only
-  exclude = ["third_party"]                   folders, files or patterns
-  hints = true
-
-exit codes: 0 no error found (warnings may be), 1 an error, 2 a mistake in the call
-"""
 KEYS = {"select": list, "ignore": list, "exclude": list, "hints": bool, "warnings-as-errors": bool}
 
 
-def parser() -> Parser:
-    options = Parser(
-        prog="evener lint",
-        usage="evener lint [options] PATH [PATH ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
-    add = options.add_argument
-    add("paths", metavar="PATH", nargs="*", help="files or folders")
-    add("--select", metavar="WORDS", action="append", default=[], help="only these rules, themes or levels (comma)")
-    add("--ignore", metavar="WORDS", action="append", default=[], help="not these rules, themes or levels (comma)")
-    add("--exclude", metavar="PATTERN", action="append", default=[], help="folders or files to pass over; repeatable")
-    add("--hints", action="store_true", help="show hints too")
-    add("--warnings-as-errors", action="store_true", help="exit 1 on warnings too")
-    add("--format", choices=("text", "json", "github"), default="text", help="default: text")
-    add("--json", action="store_true", help="the same as --format json")
-    add("--fix", action="store_true", help="rewrite the files where the fix is known and safe")
-    add("--unsafe-fixes", action="store_true", help="with --fix or --diff: also fixes that need a look afterwards")
-    add("--diff", action="store_true", help="print what --fix would change, change nothing")
-    add("--rules", action="store_true", help="list all rules and end")
-    return options
-
-
 def main(argv: list[str]) -> int:
-    given = parser().parse_args(argv)
+    given = parser_of("lint").parse_args(argv)
     from evener.lint import Options, lint, output, rules
 
     if given.rules:
@@ -77,14 +29,13 @@ def main(argv: list[str]) -> int:
     if not given.paths:
         raise UsageError("evener lint: which files?", fix=["evener lint PATH [PATH ...], for example: evener lint ."])
     if given.unsafe_fixes and not (given.fix or given.diff):
-        raise UsageError(
-            "--unsafe-fixes changes nothing by itself.", fix=["--fix --unsafe-fixes, or --diff --unsafe-fixes"]
-        )
+        fix = ["--fix --unsafe-fixes, or --diff --unsafe-fixes"]
+        raise UsageError("--unsafe-fixes changes nothing by itself.", fix=fix)
     form = "json" if given.json else given.format
     table = section(given.paths[0])
     options = Options(
-        select=(*words(given.select),) or tuple(table.get("select", ())),
-        ignore=(*words(given.ignore), *table.get("ignore", ())),
+        select=(*given.select,) or tuple(table.get("select", ())),
+        ignore=(*given.ignore, *table.get("ignore", ())),
         exclude=(*given.exclude, *table.get("exclude", ())),
         hints=given.hints or table.get("hints", False),
         processes=usable_cpus(),
@@ -95,45 +46,37 @@ def main(argv: list[str]) -> int:
     report = lint(given.paths, options)
     if form == "json":
         print(output.as_json(report.findings))
-    elif form == "github":
-        print(*output.github(report.findings), sep="\n", end="\n" if report.findings else "")
     else:
-        print(*output.text(report.findings), sep="\n", end="\n" if report.findings else "")
-    if form != "json":
+        for line in (output.github if form == "github" else output.text)(report.findings):
+            print(line)
         print(output.summary(report), file=sys.stderr if form == "github" else sys.stdout)
     strict = given.warnings_as_errors or table.get("warnings-as-errors", False)
     return 1 if report.worst() in (("error", "warning") if strict else ("error",)) else 0
-
-
-def words(given: list[str]) -> list[str]:
-    return [word.strip() for one in given for word in one.split(",") if word.strip()]
 
 
 def section(path: str) -> dict[str, Any]:
     """`[tool.evener.lint]` of the nearest pyproject.toml at or above the path."""
     import tomllib
 
-    folder = os.path.abspath(path if os.path.isdir(path) else os.path.dirname(path) or ".")
-    while not os.path.isfile(file := os.path.join(folder, "pyproject.toml")):
-        above = os.path.dirname(folder)
-        if above == folder:
-            return {}
-        folder = above
+    here = Path(os.path.abspath(path))
+    found = (folder / "pyproject.toml" for folder in ([here] if here.is_dir() else []) + [*here.parents])
+    file = next(filter(Path.is_file, found), None)
+    if file is None:
+        return {}
     try:
-        with open(file, "rb") as opened:
-            table = tomllib.load(opened).get("tool", {}).get("evener", {}).get("lint", {})
+        table = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("evener", {}).get("lint", {})
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{file} is no valid TOML: {error}.", fix=["repair it, or lint from another folder"]) from None
     for key, value in table.items():
         if key not in KEYS:
             close = nearest(key, KEYS)
             raise UsageError(
-                f"[tool.evener.lint] has no key {key!r}.", evidence=[file],
+                f"[tool.evener.lint] has no key {key!r}.", evidence=[str(file)],
                 fix=[*([close] if close else []), f"keys: {', '.join(KEYS)}"],
             )  # fmt: skip
         if not isinstance(value, KEYS[key]):
             want = "true or false" if KEYS[key] is bool else 'a list of words: ["..."]'
-            raise UsageError(f"[tool.evener.lint] {key} = {value!r}.", evidence=[file], fix=[f"{key} is {want}"])
+            raise UsageError(f"[tool.evener.lint] {key} = {value!r}.", evidence=[str(file)], fix=[f"{key} is {want}"])
     return dict(table)
 
 
@@ -142,6 +85,7 @@ def _fix(given: argparse.Namespace, options: Options) -> int:
     import difflib
 
     from evener.lint import engine, fix
+    from evener.report.folder import write_whole
 
     files = engine.find(given.paths, options.exclude)
     project, _ = engine.join(files, map(engine.read_facts, files))
@@ -149,10 +93,12 @@ def _fix(given: argparse.Namespace, options: Options) -> int:
     for path in files:
         if path not in project.files:
             continue  # it does not parse
-        with open(path, "rb") as opened:
-            done = fix.fix_file(path, opened.read(), project, chosen, given.unsafe_fixes)
+        done = fix.fix_file(path, Path(path).read_bytes(), project, chosen, given.unsafe_fixes)
         for one in done.refused:
-            print(f"{place(one)}: the fix of {one.rule} was undone: it did not settle the finding", file=sys.stderr)
+            print(
+                f"{one.path}:{one.line}: the fix of {one.rule} was undone: it did not settle the finding",
+                file=sys.stderr,
+            )
         if done.after == done.before:
             continue
         changed += 1
@@ -161,29 +107,8 @@ def _fix(given: argparse.Namespace, options: Options) -> int:
             for line in difflib.unified_diff(old, new, f"{path} (now)", f"{path} (fixed)"):
                 print(line, end="" if line.endswith("\n") else "\n")
             continue
-        replace_file(path, done.after)
+        write_whole(Path(os.path.realpath(path)), done.after)
         stream = sys.stderr if given.json or given.format != "text" else sys.stdout
         for one in done.fixed:
-            print(f"fixed {place(one)} [{one.rule}] {one.message}", file=stream)
+            print(f"fixed {one.path}:{one.line} [{one.rule}] {one.message}", file=stream)
     return changed
-
-
-def place(one: Finding) -> str:
-    return f"{one.path}:{one.line}"
-
-
-def replace_file(path: str, data: bytes) -> None:
-    """The new content in one move: an interrupted fix leaves the old file."""
-    import shutil
-    import tempfile
-
-    real = os.path.realpath(path)
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(real), prefix=".evener-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        shutil.copymode(real, temporary)
-        os.replace(temporary, real)
-    except BaseException:
-        os.unlink(temporary)
-        raise

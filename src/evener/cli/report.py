@@ -6,39 +6,17 @@ import json
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evener.cli.parser import Parser
+from evener.cli.parser import parser_of
 from evener.errors import EvenerError
 
 if TYPE_CHECKING:
     from evener.report.record import Record
 
-DESCRIPTION = """\
-Make one HTML file about runs: what they were asked for, curves, where the time went, ranks that kept the others
-waiting, incidents in words, and how to do it again. The file needs no network and may be sent to anybody; a run that
-is still going, or that died, is shown up to its newest word. Several runs are laid side by side.
-"""
-
-EXAMPLES = """\
-examples:
-  evener report runs/digits                        report.html in runs/digits
-  evener report runs/digits runs/digits-2 -o both.html
-  evener report runs/digits --json | jq .runs[0].findings
-"""
-
-
-def parser() -> Parser:
-    options = Parser(prog="evener report", description=DESCRIPTION, epilog=EXAMPLES)
-    options.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="the directory of a run")
-    options.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first RUN_DIR")
-    options.add_argument("--json", action="store_true", help="the same as JSON, to standard output; no page")
-    return options
-
 
 def main(argv: list[str]) -> int:
-    given = parser().parse_args(argv)
+    given = parser_of("report").parse_args(argv)
     from evener import __version__
     from evener.report.events import strict
     from evener.report.record import Record
@@ -67,7 +45,7 @@ def _peak(record: Record) -> tuple[float | None, str]:
     from evener import facts
     from evener.plan.make import calibration_path
 
-    start, form = record.starts[-1] if record.starts else {}, str(record.flops.get("format"))
+    start, form = record.newest_start, str(record.flops.get("format"))
     name, known, count = str(start.get("device_name")), None, start.get("world_size")
     if str(start.get("device")).startswith("cuda"):
         kind = facts.find(name)
@@ -89,7 +67,7 @@ def _explained(record: Record) -> dict[str, str]:
     from evener.explain import explain_selections
 
     found = {}
-    places = [str(one.get("cwd") or ".") for one in record.starts[-1:]] + ["."]
+    places = [str(record.newest_start.get("cwd") or "."), "."]
     for name in list({str(one["logs"]) for one in record.incidents if one.get("logs")})[:8]:
         folders = [os.path.join(place, "runs", "logs", os.path.basename(name)) for place in places]
         with suppress(OSError, ValueError, EvenerError, StopIteration):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -14,41 +13,17 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from evener.cli.parser import Parser
+from evener.cli.parser import parser_of
 
 if TYPE_CHECKING:
     from evener.gpus import Snapshot
     from evener.report.live import Running
 
-EXAMPLES = """\
-examples:
-  evener top                 a live view, once a second; Ctrl-C ends it
-  evener top --once          one look, as text (also where the output is no terminal)
-  evener top --json          one look, as JSON
-"""
 _CAVEAT = "util: some kernel ran, not how well. data: the host waited for rows."
 
 
-def parser() -> Parser:
-    what = "One view of this machine: its GPUs, the processes on them, and every evener run."
-    options = Parser(prog="evener top", description=what, epilog=EXAMPLES)
-    options.add_argument("--once", action="store_true", help="look once and end")
-    options.add_argument("--json", action="store_true", help="look once: {host, driver, gpus: [...], runs: [...]}")
-    options.add_argument("--interval", metavar="SECONDS", type=seconds, default=1.0, help="between looks (default: 1)")
-    return options
-
-
-def seconds(word: str) -> float:
-    try:
-        if 0.1 <= (value := float(word)) < 1e9:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{word} is no time of at least 0.1 seconds")
-
-
 def main(argv: list[str]) -> int:
-    given = parser().parse_args(argv)
+    given = parser_of("top").parse_args(argv)
     look = viewer()
     if given.json:
         print(json.dumps(as_json(*look()), indent=1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 _SMALLEST, _LARGEST = 8, 40  # cells of the bar itself
@@ -24,16 +25,13 @@ class Bar:
 
         self._stream = stream
         self._rich = Console(file=stream, markup=False, highlight=False, emoji=False)
-        self._line = ""
-        self._drawn = False
-        self._mid_line = False
+        self._line, self._drawn, self._mid_line = "", False, False
         self._replaced: list[tuple[str, _Above]] = []
         for name in ("stdout", "stderr"):
             real = getattr(sys, name)
             if real is not None and real.isatty():  # a redirected stream goes to its file, as the user asked
-                above = _Above(self, real)
-                setattr(sys, name, above)
-                self._replaced.append((name, above))
+                self._replaced.append((name, _Above(self, real)))
+                setattr(sys, name, self._replaced[-1][1])
 
     def draw(self, counts: str, fraction: float | None, parts: Sequence[str], left: str) -> None:
         """`update 3/10`, the bar (unless `fraction` is None), then of `left` (the time) and `parts` what fits."""
@@ -75,6 +73,7 @@ class Bar:
 
     def _composed(self, counts: str, fraction: float | None, parts: Sequence[str], left: str) -> str:
         from rich.cells import cell_len, set_cell_size
+        from rich.progress_bar import ProgressBar
 
         columns = columns_of(self._stream) - 1  # a full last column makes some terminals wrap
         start = f"update {counts}" if columns >= _WIDE else counts
@@ -82,24 +81,18 @@ class Bar:
         cells = 0 if fraction is None else min(_LARGEST, max(_SMALLEST, columns - _NUMBERS))
         percent = "" if fraction is None else f" {int(100 * fraction):3d}%"
         room, shown = columns - cell_len(start + percent) - cells - 1, list[str]()
-        for part in [left, *parts] if left else parts:  # the time comes first in need and last in place
+        for part in filter(None, (left, *parts)):  # the time comes first in need and last in place
             if cell_len(part) + 3 <= room:
                 room -= cell_len(part) + 3
                 shown.append(part)
-        shown = [*shown[1:], left] if left and left in shown else shown
+        shown.sort(key=lambda part: part == left)
         tail = percent + "".join(f" · {part}" for part in shown)
         if fraction is None or room < 0:
             return set_cell_size(start + tail, min(columns, cell_len(start + tail)))
-        return f"{start} {self._rendered(fraction, cells)}{tail}"
-
-    def _rendered(self, fraction: float, cells: int) -> str:
-        from rich.progress_bar import ProgressBar
-
-        style = "cyan"
-        bar = ProgressBar(1.0, fraction, cells, style="grey35", complete_style=style, finished_style=style)
+        bar = ProgressBar(1.0, fraction, cells, style="grey35", complete_style="cyan", finished_style="cyan")
         with self._rich.capture() as drawn:
             self._rich.print(bar, end="")
-        return drawn.get()
+        return f"{start} {drawn.get()}{tail}"
 
 
 class _Above:
@@ -132,9 +125,8 @@ def columns_of(stream: TextIO) -> int:
 
 def can_draw(stream: TextIO) -> bool:
     """Whether a line can be redrawn there: a terminal that knows how, in an encoding that has the characters."""
-    try:
-        terminal = stream.isatty()
-    except ValueError:  # closed
-        return False
-    encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
-    return terminal and encoding == "utf8" and os.name == "posix" and os.environ.get("TERM", "dumb") not in ("dumb", "")
+    with suppress(ValueError):  # closed
+        encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
+        knows = os.name == "posix" and os.environ.get("TERM", "dumb") not in ("dumb", "")
+        return stream.isatty() and encoding == "utf8" and knows
+    return False

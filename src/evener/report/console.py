@@ -58,10 +58,9 @@ class Console:
         self.say(line)
 
     def progress(self, done: int, total: int | None, fields: Fields) -> None:
-        """Updates done so far, of how many (None: no end), and what to show beside them.
+        """Updates done so far, of how many (None: no end), and what to show beside them: after every update.
 
-        Called after every update. When nothing is due it costs a clock reading and calls nothing of `fields`.
-        Known fields: loss and metrics (numbers), lr, anything that ends in _per_second; None is left out.
+        When nothing is due it costs a clock reading and calls nothing of `fields`. A field that is None is left out.
         """
         if not self._active:
             return
@@ -85,9 +84,8 @@ class Console:
         self._forget_progress()
 
     def _forget_progress(self) -> None:
-        self._due, self._due_done = 0.0, math.inf
+        self._due, self._due_done, self._started = 0.0, math.inf, 0.0
         self._shown: tuple[int, int | None] = (-1, None)
-        self._started = 0.0
         self._pace: deque[tuple[float, int]] = deque()
 
     def _show(self, now: float, done: int, total: int | None, fields: Fields) -> None:
@@ -95,10 +93,8 @@ class Console:
             self._started = now
             self._pace.clear()
         self._shown = (done, total)
-        of = "" if total is None else f"/{format_count(total)}"
-        counts = f"{format_count(done)}{of}"
-        parts = _parts(fields)
-        left = self._time_left(now, done, total)
+        counts = format_count(done) + ("" if total is None else f"/{format_count(total)}")
+        parts, left = _parts(fields), self._time_left(now, done, total)
         self._final = " · ".join([f"update {counts}", *parts])
         if self._draws:
             self._due = now + _REDRAW_SECONDS
@@ -146,8 +142,8 @@ class Console:
 
 
 def _parts(fields: Fields) -> list[str]:
-    values = fields() if callable(fields) else fields
-    words = ((name, value() if callable(value) else value) for name, value in values.items())
+    values = (fields() if callable(fields) else fields).items()
+    words = ((name, value() if callable(value) else value) for name, value in values)
     return [clean(_part(name, value)) for name, value in words if value is not None]
 
 

@@ -20,18 +20,15 @@ from evener.report.text import clean
 
 
 class Curves:
-    """Takes points of curves; does nothing where `folder` is not active. No failure here ends a training.
-
-    Args:
-        folder: Where TensorBoard's files go, and where failures are said and counted.
-        logger: Replaces TensorBoard: an object with `log(values, step)` (wandb's run) or a function of the two.
+    """Takes points of curves; does nothing where `folder` is not active. No failure here ends a training: `folder` says
+    and counts it. `logger` replaces TensorBoard: an object with `log(values, step)` (wandb's run), or such a function.
     """
 
     def __init__(self, folder: RunFolder, logger: Any = None) -> None:
         self._folder = folder
         self._send: Callable[[dict[str, float], int], Any] | None = getattr(logger, "log", logger)
         self._what = "the TensorBoard curves" if logger is None else "the logger's curves"
-        self._close: Callable[[], None] = lambda: None
+        self._file: _TensorBoardFile | None = None
         self._off = not folder.active
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -49,13 +46,15 @@ class Curves:
 
     def close(self) -> None:
         self._off = True
-        self._close()
-        self._close = lambda: None
+        if self._file is not None:
+            os.close(self._file.descriptor)
+            self._file = None
 
     def _open(self) -> None:
         assert self._folder.path is not None, "an active folder has a path"
         try:
-            file = _TensorBoardFile(self._folder.path)
+            self._file = _TensorBoardFile(self._folder.path)
+            self._send = self._file.write
         except OSError:
             raise
         except Exception as error:  # not only ImportError: a protobuf that does not fit raises TypeError
@@ -64,8 +63,6 @@ class Curves:
             if isinstance(error, ModuleNotFoundError) and error.name == "tensorboard":
                 why, then = "tensorboard is not installed", 'pip install "evener[curves]"'
             self._folder.say(f"curves go to events.jsonl only: {why}; for TensorBoard's files: {then}")
-            return
-        self._send, self._close = file.write, file.close
 
 
 class _TensorBoardFile:
@@ -78,7 +75,7 @@ class _TensorBoardFile:
 
         self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self.descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._good = 0  # bytes of whole records
         self._append(file_version="brain.Event:2")
 
@@ -90,12 +87,9 @@ class _TensorBoardFile:
         buffer = io.BytesIO()
         self._record_writer(buffer).write(self._event(wall_time=time.time(), **fields).SerializeToString())
         # A reader stops at a torn record for good: what a full disk cut short is taken back before the next one.
-        if os.fstat(self._descriptor).st_size != self._good:
-            os.ftruncate(self._descriptor, self._good)
-        written = os.write(self._descriptor, buffer.getbuffer())
+        if os.fstat(self.descriptor).st_size != self._good:
+            os.ftruncate(self.descriptor, self._good)
+        written = os.write(self.descriptor, buffer.getbuffer())
         if written != buffer.tell():
             raise OSError(f"only {written} of {buffer.tell()} bytes were written")
         self._good += written
-
-    def close(self) -> None:
-        os.close(self._descriptor)

@@ -23,6 +23,7 @@ from typing import Any
 _TABLE = tomllib.loads(resources.files("evener.report").joinpath("kinds.toml").read_text("utf-8"))
 # kind -> (what it says, the fields that are always there besides t, kind, update, rank). More fields may follow.
 KINDS = {kind: (one["says"], tuple(one["fields"])) for kind, one in _TABLE.items()}
+ORDINARY = {"torn", *(kind for kind, one in _TABLE.items() if one.get("ordinary"))}  # in a run that nothing happened to
 _LONGEST_LINE = 16 << 20  # bytes; no event of evener's is longer, and no damaged file fills the memory
 
 

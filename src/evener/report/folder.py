@@ -12,6 +12,7 @@ import glob
 import itertools
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -103,14 +104,19 @@ def script_name() -> str:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file so that a reader, or the next start after a power cut, sees the old or the new one, whole."""
+    write_whole(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii"))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that a reader, or the next start after a power cut, sees the old or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="ascii") as file:
-            json.dump(value, file, indent=2, allow_nan=False)
-            file.write("\n")
+        with open(temporary, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -19,15 +19,13 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from evener.report.events import ORDINARY, number
 from evener.report.folder import read_json
 from evener.report.text import clean, format_number, format_seconds
 
 WAITS, BODY = 0.10, 0.25  # parts of an update's time from which they are worth a word
 _TAIL_BYTES = 8 << 20  # of events.jsonl, when it is seen for the first time
 _SILENT_SECONDS = 20.0
-# What belongs to every good run; `warning` is what the console also said, most of it notes. Unknown kinds count.
-_NO_INCIDENT = {"start", "contract", "update", "phases", "epoch", "evaluate", "checkpoint", "resume", "finish"}
-_NO_INCIDENT |= {"warning"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Rank:
     num_workers: int | None = None
     update: int | None = None
     updates_per_second: float | None = None
-    data_wait: float | None = None  # parts of the time of the newest second or update
+    data_wait: float | None = None  # parts of the time of the newest second or update, as are step and body
     step: float | None = None
     body: float | None = None
     seconds_since: float | None = None  # since it last said so
@@ -92,9 +90,8 @@ class Story:
         """Fields of `Running`, read on; what rank `first` measured is newer than the events."""
         self.read()
         point = self.newest.get("update", {})
-        told = {name: point.get(name) for name in ("update", "epoch", "loss", "rows_per_second")}
-        told |= {"loss": float(told["loss"])} if told["loss"] is not None else {}  # a text where it is not finite
-        told |= {"update": first.update} if first.update is not None else {}
+        told = {name: point.get(name) for name in ("epoch", "rows_per_second")} | {"loss": number(point.get("loss"))}
+        told["update"] = point.get("update") if first.update is None else first.update
         told["contract"] = clean(self.newest.get("contract", {}).get("line", "")) or None
         told |= {"incidents": dict(self.incidents), "last_incident": self.last_incident}
         return told | {"updates_per_second": first.updates_per_second}
@@ -105,7 +102,7 @@ class Story:
             self.incidents.clear()
             self.last_incident = None
         self.newest[kind] = event
-        if kind not in _NO_INCIDENT:
+        if kind not in ORDINARY and kind != "resume":
             self.incidents[kind] += 1
             text = event.get("text") or event.get("reason") or event.get("error") or ""
             where = f"update {event['update']} " if event.get("update") is not None else ""
@@ -113,12 +110,7 @@ class Story:
 
 
 class Watcher:
-    """Looks again and again.
-
-    Args:
-        usable_cpus: Of this machine, for the advice about data workers.
-        gpu_index: From a UUID to the number that people know.
-    """
+    """Looks again and again. `usable_cpus`: for advice. `gpu_index`: from a UUID to the number that people know."""
 
     def __init__(self, usable_cpus: int, gpu_index: Callable[[str], int | None] = lambda uuid: None) -> None:
         self.usable_cpus, self.gpu_index = usable_cpus, gpu_index
@@ -139,11 +131,9 @@ class Watcher:
             found.append(Running(name, path, logs, user, ranks=ranks, verdict=said, **story.facts(ranks[0])))
         for job in jobs:
             pids = sorted((rank, pid) for rank, pid in job["pids"].items() if pid in processes)
-            ranks = tuple(_rank(rank, processes[pid]) for rank, pid in pids)
-            if ranks:
-                found.append(
-                    Running(job["name"], None, job["logs"], processes[pids[0][1]].info["username"], ranks=ranks)
-                )
+            if ranks := tuple(_rank(rank, processes[pid]) for rank, pid in pids):
+                user = processes[ranks[0].pid].info["username"]
+                found.append(Running(job["name"], None, job["logs"], user, ranks=ranks))
         return found
 
 
@@ -153,11 +143,9 @@ class Watcher:
 def _jobs(processes: Mapping[int, Any]) -> list[dict[str, Any]]:
     """Jobs of `evener run`: name, logs, and the process id of every rank."""
     plans: set[str] = set()
-    for one in processes.values():
-        words = one.info["cmdline"] or []
+    for words in (one.info["cmdline"] or [] for one in processes.values()):
         at = next((i for i, word in enumerate(words) if word.endswith("evener/launch/shim.py")), len(words))
-        if "torch.distributed.run" not in words:
-            plans |= {*words[at + 1 : at + 2]}
+        plans |= {*words[at + 1 : at + 2]} if "torch.distributed.run" not in words else set()
     found = []
     for folder, name in map(os.path.split, sorted(plans)):
         for logs in (str(plan["logs"]) for plan in read_json(folder, glob.escape(name), "logs")):
@@ -173,10 +161,8 @@ def _directories(processes: Mapping[int, Any]) -> dict[str, int]:
         for folder, name in map(os.path.split, _open_files(pid)):
             if name == "events.jsonl" and os.path.exists(os.path.join(folder, ".lock")):
                 found.setdefault(folder, set()).add(pid)
-    return {
-        path: min((pid for pid in pids if processes[pid].info["ppid"] not in pids), default=min(pids))
-        for path, pids in found.items()
-    }
+    parents = {path: [pid for pid in pids if processes[pid].info["ppid"] not in pids] for path, pids in found.items()}
+    return {path: min(parents[path] or pids) for path, pids in found.items()}
 
 
 def _open_files(pid: int) -> Iterator[str]:
@@ -193,9 +179,9 @@ def _open_files(pid: int) -> Iterator[str]:
 
 def _measured(directory: str, processes: Mapping[int, Any]) -> tuple[Rank, ...]:
     """The ranks that live on this machine, as they measured themselves."""
-    found, here = [], socket.gethostname()
+    found = []
     for one in read_json(directory, "pulse-rank*.json", "rank", "pid", "host", "seconds"):
-        if one["host"] == here and one["pid"] in processes:
+        if one["host"] == socket.gethostname() and one["pid"] in processes:
             seconds = max(one["seconds"], 1e-9)
             values = {name: one.get(name) for name in ("device", "gpu", "num_workers", "update", "allocated_bytes")}
             values |= {name: min(1.0, one[f"{name}_seconds"] / seconds) for name in ("data_wait", "step", "body")}
@@ -257,15 +243,11 @@ def run_lines(run: Running, size: Callable[[int], str]) -> list[str]:
     """One run as lines; cutting them to the terminal is the caller's."""
     where = run.directory or f"{run.logs} (no evener.Run in it: no steps are measured)"
     lines = [clean("  ".join(filter(None, (run.name, run.user, where))))]
-    facts = {
-        f"update {run.update}": run.update is not None,
-        f"epoch {run.epoch}": run.epoch is not None,
-        f"loss {format_number(run.loss or 0.0)}": run.loss is not None,
-        f"{run.updates_per_second or 0:.3g} updates/s": run.updates_per_second,
-        f"{run.rows_per_second or 0:,.0f} rows/s": run.rows_per_second,
-    }
-    if any(facts.values()):
-        lines.append("  " + " · ".join(fact for fact, is_known in facts.items() if is_known))
+    facts = [f"{name} {value}" for name, value in (("update", run.update), ("epoch", run.epoch)) if value is not None]
+    facts += [f"loss {format_number(run.loss)}"] if run.loss is not None else []
+    facts += [f"{run.updates_per_second:.3g} updates/s"] if run.updates_per_second else []
+    facts += [f"{run.rows_per_second:,.0f} rows/s"] if run.rows_per_second else []
+    lines += ["  " + " · ".join(facts)] if facts else []
     for one in run.ranks:
         shares = f"data {percent(one.data_wait, 3)}  step {percent(one.step, 3)}  body {percent(one.body, 3)}"
         shares = "no time measured" if one.data_wait is None else shares

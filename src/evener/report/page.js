@@ -13,7 +13,7 @@
     if (v === null || v === undefined) return "–";
     if (unit === "bytes") return size(v);
     const a = Math.abs(v);
-    const s = a !== 0 && (a < 1e-3 || a >= 1e6) ? v.toExponential(2).replace("e+", "e") : String(+v.toPrecision(5));
+    const s = a !== 0 && (a < 1e-3 || a >= 1e6) ? v.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e") : String(+v.toPrecision(5));
     return unit ? s + " " + unit : s;
   };
   const plots = window.evenerPlots = [];
@@ -69,7 +69,7 @@
       width: host.clientWidth, height: 230, legend: { show: false }, padding: [10, 18, 0, 0],
       cursor: { y: false, sync: { key: "evener", setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: log ? { distr: 3 } : chart.zero ? { range: (u, lo, hi) => [0, Math.max(hi, chart.level ? chart.level : 0) * 1.08 || 1] } : {} },
-      axes: [{ ...axis, size: 34 }, { ...axis, size: (u, labels) => 18 + 7 * Math.max(3, ...(labels || []).map(one => one.length)), values: (u, ticks) => ticks.map(v => v === null ? "" : words(v, chart.unit === "bytes" ? "bytes" : "")) }],
+      axes: [{ ...axis, size: 34 }, { ...axis, ...(chart.unit === "bytes" ? { incrs: [...Array(24).keys()].map(n => 2 ** (20 + n)) } : {}), size: (u, labels) => 18 + 7 * Math.max(3, ...(labels || []).map(one => one.length)), values: (u, ticks) => ticks.map(v => v === null ? "" : words(v, chart.unit === "bytes" ? "bytes" : "")) }],
       series: [{}, ...chart.series.map(s => ({
         label: s.label, stroke: colour(s), width: s.dots ? 0 : 1.6, spanGaps: true, dash: s.dash ? [6, 4] : undefined,
         points: { show: s.dots || s.x.length < 40, size: s.dots ? 8 : 5, fill: colour(s), stroke: colour(s) },

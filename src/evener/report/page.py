@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -30,6 +31,8 @@ def page(records: Sequence[Record], told: Sequence[Mapping[str, Any]], version: 
     env = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     formats: dict[str, Callable[[Any], str]] = {"seconds": format_seconds, "number": format_number}
     formats |= {"count": format_count, "bytes": _bytes, "percent": "{:.1%}".format}
+    formats |= {"ms": lambda seconds: f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"}
+    formats |= {"rate": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}", "marked": _marked}
     formats["time"] = lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
     env.filters |= {name: _known(how) for name, how in formats.items()}
     scripts, charts = [text("vendor/uPlot.iife.min.js"), text("page.js")], _charts(records, told)
@@ -66,7 +69,7 @@ def _charts(records: Sequence[Record], told: Sequence[Mapping[str, Any]]) -> lis
         ranks = sorted(records[0].ranks.items())
         phases = ranks[0][1].phases
         series = [_series(PHASES[name], phases, name, n) for n, name in enumerate(PHASES) if any(phases.known(name))]
-        title = f"where an update's time goes (rank {ranks[0][0]})"
+        title = f"where an update's time goes, ms (rank {ranks[0][0]})"
         found.append({"title": title, "unit": "ms", "series": series, "zero": True})
         memory = [(f"rank {rank}", one.memory) for rank, one in ranks[:_SHOWN_RANKS]]
         series = [_series(rank, one, next(iter(one.names), ""), n) for n, (rank, one) in enumerate(memory)]
@@ -86,6 +89,13 @@ def _series(label: str, points: Points, name: str, colour: int, **more: Any) -> 
 
 def _known(how: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda value: "unknown" if value is None else how(value)
+
+
+def _marked(text: str) -> str:
+    """What stands in `backticks` as code; everything else stays text."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _bytes(value: float) -> str:

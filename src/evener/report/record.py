@@ -21,14 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import UsageError
-from evener.report.events import number, read_events
+from evener.report.events import ORDINARY, number, read_events
 from evener.report.folder import in_use, read_json
 from evener.report.goodput import Goodput, goodput
 from evener.report.text import clean
 
 POINTS, INCIDENTS, NOTES, NAMES, TEXT, RANKS = 2000, 100, 60, 24, 600, 1024
-ORDINARY = {"start", "contract", "update", "phases", "epoch", "evaluate", "checkpoint", "finish", "peak"}
-ORDINARY |= {"warning", "torn", "flops"}
 WORDS = tomllib.loads(resources.files("evener.report").joinpath("words.toml").read_text("utf-8"))
 _SILENT_SECONDS = 120.0  # a run of another machine, whose lock cannot be seen, counts as alive for so long
 _SAYS = {"start": "going", "update": "going", "stop": "stopped", "finish": "finished", "error": "failed"}
@@ -74,22 +72,27 @@ class Points:
 
 @dataclass
 class RankTimes:
-    """Where one rank's time went, summed over `updates` measured ones, and its memory."""
+    """Where a rank's time went, in `updates` since the newest start that it measured; and its curves, of all starts."""
 
+    began: float | None = None  # when that start was
     updates: int = 0
     split: Counter[str] = field(default_factory=Counter)
-    memory: Points = field(default_factory=lambda: Points(300))
-    busy: Points = field(default_factory=lambda: Points(300))  # percent of the time, of its GPU
-    phases: Points = field(default_factory=lambda: Points(600))
     memory_peak: float = 0.0
+    busy_seen: tuple[float, int] = (0.0, 0)  # percent of the time, of its GPU: the sum, and how many
+    memory: Points = field(default_factory=lambda: Points(300))
+    busy: Points = field(default_factory=lambda: Points(300))
+    phases: Points = field(default_factory=lambda: Points(600))
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def take(self, event: Mapping[str, Any], began: float | None) -> None:
+        if began != self.began:
+            self.began, self.updates, self.split, self.memory_peak, self.busy_seen = began, 0, Counter(), 0.0, (0.0, 0)
         update, measured = _whole(event.get("update")) or 0, _whole(event.get("measured_updates"))
         memory = _numbers({name: event.get(name) for name in ("peak_bytes", "memory_bytes")})
         if memory:
             self.memory_peak = max(self.memory_peak, *memory.values())
             self.memory.add(update, memory)
         if (busy := number(event.get("gpu_utilization_percent"))) is not None and 0 <= busy <= 100:
+            self.busy_seen = (self.busy_seen[0] + busy, self.busy_seen[1] + 1)
             self.busy.add(update, {"busy": busy})
         if measured:
             parts = {name: max(0.0, one) for name, one in _numbers(event.get("split")).items() if math.isfinite(one)}
@@ -103,7 +106,7 @@ class RankTimes:
 
     def gpu_utilization(self) -> float | None:
         """Percent; the mean over what was sampled."""
-        return statistics.mean(known) if (known := self.busy.known("busy")) else None
+        return self.busy_seen[0] / self.busy_seen[1] if self.busy_seen[1] else None
 
     def own(self) -> float:
         """Seconds an update of its own work: all but the wait for the others in the reduction."""
@@ -120,7 +123,8 @@ class Record:
         self.path, self.name, self.status = path, clean(path.absolute().name)[:80] or "run", "empty"
         self.last_update: int | None = None
         self.newest: float | None = None  # seconds since 1970, of the newest event
-        self.starts: list[dict[str, Any]] = []
+        self.newest_start: dict[str, Any] = {}  # the event
+        self.began: list[float] = []  # when it started, and started again
         self.contracts: list[str] = []
         self.notes, self.counts = Counter[str](), Counter[str]()
         self.points, self.epochs, self.evaluations = Points(), Points(), Points()
@@ -145,12 +149,13 @@ class Record:
             with suppress(OSError, ValueError):
                 times = record.ranks.setdefault(int(file.stem.removeprefix("events-rank")), RankTimes())
                 for event in (one for one in read_events(file) if one["kind"] == "phases"):
-                    times.take(event)
+                    at = number(event.get("t")) or 0.0
+                    times.take(event, max((began for began in record.began if began <= at), default=None))
         config = next(iter(read_json(path, "config.json")), {})
         for name, one in ((name, one) for name, one in list(config.items())[:200] if isinstance(one, dict)):
             value, origin = clean(json.dumps(one.get("value")))[:TEXT], clean(one.get("origin"))[:40]
             record.config[clean(name)[:60]] = {"value": value, "origin": origin}
-        here = not record.starts or record.starts[-1].get("host") in (None, socket.gethostname())
+        here = record.newest_start.get("host") in (None, socket.gethostname())
         alive = in_use(path) if here else time.time() - (record.newest or 0.0) < _SILENT_SECONDS
         if record.status == "going" and not alive:
             record.status = "finished" if (path / "finished").exists() else "died"  # the loop was left with `break`
@@ -163,9 +168,15 @@ class Record:
         """The first and the last ones, in their order; `counts` has all."""
         return [*self.first_incidents, *self.last_incidents]
 
+    @property
+    def newest_ranks(self) -> dict[int, RankTimes]:
+        """Those that measured something since the newest start of which that is known, in their order."""
+        newest = max((one.began or 0.0 for one in self.ranks.values()), default=0.0)
+        return {rank: one for rank, one in sorted(self.ranks.items()) if (one.began or 0.0) == newest}
+
     def straggler(self) -> tuple[int, float, float] | None:
         """(rank, its own seconds an update, the others' median) where one rank keeps the others waiting."""
-        own = {rank: one.own() for rank, one in self.ranks.items() if one.updates}
+        own = {rank: one.own() for rank, one in self.newest_ranks.items() if one.updates}
         if len(own) < 2:
             return None
         worst = max(own, key=lambda rank: own[rank])
@@ -186,7 +197,8 @@ class Record:
         self.status = _SAYS.get(kind, self.status)
         self._count(kind, event)
         if kind == "start":
-            self.starts = [*self.starts[-NOTES:], _shown(event)]
+            self.newest_start = _shown(event)
+            self.began = [*self.began[-NOTES:], number(event.get("t")) or 0.0]
         elif kind == "contract":
             self.contracts = [*self.contracts[-NOTES:], clean(event.get("line"))[:TEXT]]
         elif kind == "warning":
@@ -195,7 +207,8 @@ class Record:
         elif kind == "checkpoint":
             self.blocked_seconds += number(event.get("blocked_seconds")) or 0.0
         elif kind == "phases":
-            self.ranks.setdefault(_whole(event.get("rank")) or 0, RankTimes()).take(event)
+            began = self.began[-1] if self.began else None
+            self.ranks.setdefault(_whole(event.get("rank")) or 0, RankTimes()).take(event, began)
         elif kind == "flops":
             self.flops = _shown(event)
         elif kind == "peak":
@@ -216,7 +229,7 @@ class Record:
             into.append({**_shown(event), "t": t, "update": update, "rank": rank, "kind": kind})
 
     def _died(self) -> None:
-        start = self.starts[-1] if self.starts else {}
+        start = self.newest_start
         logs = f"{start['job']}-restart{start['attempt']}" if start.get("attempt") else start.get("job")
         self._count("died", {"t": self.newest, "update": self.last_update, "logs": logs})
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from evener.report.events import number
-from evener.report.record import ORDINARY, WORDS, RankTimes, Record
+from evener.report.events import ORDINARY, number
+from evener.report.record import WORDS, RankTimes, Record
 from evener.report.text import clean, format_count, format_number, format_seconds
 
 _WAITS, _REDUCES, _BODY, _BLOCKED, _SKIPS = 0.10, 0.25, 0.25, 0.05, 0.01  # shares from which they are worth a word
@@ -22,8 +22,9 @@ _ELSEWHERE = ("t", "kind", "update", "rank", "versions", "command", "job", "atte
 def summary(record: Record, explained: Mapping[str, str], peak: tuple[float | None, str]) -> dict[str, Any]:
     """Values with units in their names; unknown is None. `explained`: a job's folder of logs -> what they show.
     `peak`: FLOP/s of all of its devices and whose word that is, or None and why."""
-    cost, start, points = record.goodput, record.starts[-1] if record.starts else {}, record.points
-    times = record.ranks.get(0) or next(iter(record.ranks.values()), RankTimes())
+    cost, start, points = record.goodput, record.newest_start, record.points
+    ranks, memory = record.newest_ranks, [one.memory.rows for one in record.ranks.values()]
+    times = next(iter(ranks.values()), RankTimes())
     total, versions = sum(times.split.values()), start.get("versions")
     environment = {**start, **(versions if isinstance(versions, dict) else {}), "starts": record.counts["start"]}
     told: dict[str, Any] = {
@@ -50,12 +51,14 @@ def summary(record: Record, explained: Mapping[str, str], peak: tuple[float | No
                 "memory_peak_bytes": int(one.memory_peak) or None,
                 "gpu_utilization_percent": one.gpu_utilization(),
             }
-            for rank, one in sorted(record.ranks.items())
+            for rank, one in ranks.items()
         ],
-        "memory_peak_bytes": int(max((one.memory_peak for one in record.ranks.values()), default=0)) or None,
+        "memory_peak_bytes": int(max((max(one.values()) for of in memory for _, one in of), default=0)) or None,
         "memory_is": "of tensors on the GPU" if "peak_bytes" in times.memory.names else "of the whole process",
         "predicted_peak_bytes": record.peak.get("predicted_bytes"),
         "compared_peak_bytes": record.peak.get("real_bytes"),
+        "predicted_seconds_per_update": record.peak.get("predicted_seconds"),
+        "compared_seconds_per_update": record.peak.get("real_seconds"),
         "checkpoints": record.counts["checkpoint"],
         "checkpoint_blocked_seconds": record.blocked_seconds,
         "skipped_updates": record.counts["skip"],
@@ -78,17 +81,17 @@ def summary(record: Record, explained: Mapping[str, str], peak: tuple[float | No
 def _utilization(
     flops: Mapping[str, Any], rows_per_second: float | None, peak: float | None, of: str
 ) -> dict[str, Any]:
-    each, rows = number(flops.get("flops")), number(flops.get("rows"))
+    each, rows, share = number(flops.get("flops")), number(flops.get("rows")), None
     per_row = each / rows if each and rows else None
     if not flops:
-        why = "no operations were counted: a run counts those of its second update"
+        of = "no operations were counted: a run counts those of its second update"
     elif per_row is None:
-        why = str(flops.get("why") or "none of its operations has a formula")
-    else:
-        why = "how many rows a second went through is unknown" if rows_per_second is None else of
-    known = per_row is not None and rows_per_second is not None and peak is not None
-    share = per_row * rows_per_second / peak if known else None  # type: ignore[operator]
-    return {"flops_per_row": per_row, "model_flops_utilization": share, "model_flops_utilization_is": why}
+        of = str(flops.get("why") or "none of its operations has a formula")
+    elif rows_per_second is None:
+        of = "how many rows a second went through is unknown"
+    elif peak is not None:
+        share = per_row * rows_per_second / peak
+    return {"flops_per_row": per_row, "model_flops_utilization": share, "model_flops_utilization_is": of}
 
 
 def _reason(record: Record, keyword: str, field: Mapping[str, str]) -> str:
@@ -112,7 +115,7 @@ def _headline(told: Mapping[str, Any]) -> str:
 
 def _findings(record: Record, times: RankTimes) -> list[str]:
     """What a reader should know first; [] where nothing stands out."""
-    found, cost, losses = [], record.goodput, record.points.known("loss")
+    found, cost, losses, ranks = list[str](), record.goodput, record.points.known("loss"), record.newest_ranks
     share = {name: value / (sum(times.split.values()) or 1.0) for name, value in times.split.items()}
     if losses and record.points.last("loss") is None:
         found.append("The newest loss is not finite: what came after the first such update taught the model nothing.")
@@ -123,7 +126,7 @@ def _findings(record: Record, times: RankTimes) -> list[str]:
         found.append(f"Interruptions: {cost}.")
     if (skipped := record.counts["skip"]) > _SKIPS * max(100, record.last_update or 0):
         found.append(f"{format_count(skipped)} updates were skipped: their gradients were not finite.")
-    waits = {rank: (one.seconds("data_wait") or 0.0) / (one.seconds() or 1.0) for rank, one in record.ranks.items()}
+    waits = {rank: (one.seconds("data_wait") or 0.0) / (one.seconds() or 1.0) for rank, one in ranks.items()}
     worst = max(waits, key=lambda rank: waits[rank], default=0)
     if waits and waits[worst] >= _WAITS:
         how = "more num_workers, or rows that are cheaper to read"
@@ -134,7 +137,7 @@ def _findings(record: Record, times: RankTimes) -> list[str]:
     elif share.get("reduction", 0.0) >= _REDUCES:
         why = "small updates, a slow link, or more processes than cores"
         found.append(f"{share['reduction']:.0%} of the time goes into reductions that no backward hides: {why}.")
-    busy = {rank: one.gpu_utilization() for rank, one in record.ranks.items()}
+    busy = {rank: one.gpu_utilization() for rank, one in ranks.items()}
     if idle := {rank: percent for rank, percent in busy.items() if percent is not None and percent < _IDLE}:
         rank = min(idle, key=lambda rank: idle[rank])
         found.append(f"The GPU of rank {rank} did something in {idle[rank]:.0f}% of the time only.")
@@ -171,6 +174,6 @@ def _reproduce(record: Record, start: Mapping[str, Any]) -> str | None:
         return None
     if not start.get("job"):
         return f"python {command}" if world == 1 else f"torchrun --nproc-per-node {world} {command}"
-    set_ = [f"{name}={one['value']}" for name, one in record.config.items() if one["origin"] == "flag"]
-    words = ["evener run --nproc", str(world), *["--cpu"] * (start.get("device") == "cpu")]
-    return " ".join([*words, *(f"--set {shlex.quote(one)}" for one in set_), command])
+    flags = (f"{name}={one['value']}" for name, one in record.config.items() if one["origin"] == "flag")
+    words = [f"evener run --nproc {world}", *["--cpu"] * (start.get("device") == "cpu")]
+    return " ".join([*words, *(f"--set {shlex.quote(one)}" for one in flags), command])
