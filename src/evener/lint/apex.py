@@ -131,8 +131,10 @@ def _scale_loss(file: File, call: ast.Call, inside: str, models: set[str]) -> li
     needs(file.segment(block.body[0]) == f"{name.id}.backward()")
     around = siblings(file, block)
     before = around[: around.index(block)]
-    forward = [stmt for stmt in before if _calls_model(file, stmt, models)]
-    computed = [stmt for stmt in before if _assigns(stmt, loss.id)]
+    named = [(stmt, file.segment(one.func)) for stmt in before for one in ast.walk(stmt) if isinstance(one, ast.Call)]
+    forward = [stmt for stmt, called in named if called in models]
+    names = [(stmt, one) for stmt in before for one in ast.walk(stmt) if isinstance(one, ast.Name)]
+    computed = [stmt for stmt, one in names if one.id == loss.id and isinstance(one.ctx, ast.Store)]
     needs(forward and computed and forward[0].lineno <= computed[-1].lineno)
     head = f'with torch.autocast("cuda", dtype=torch.float16{inside}):'
     edits = _indented(file, forward[0], computed[-1], head)
@@ -147,15 +149,6 @@ def _scale_loss(file: File, call: ast.Call, inside: str, models: set[str]) -> li
         text = f"scaler.step({optimizer}){file.newline}{indent_of(file, stmt)}scaler.update()"
         edits.append(replace(file, stmt, text))
     return edits
-
-
-def _calls_model(file: File, stmt: ast.stmt, models: set[str]) -> bool:
-    """The statement runs a model: the one that initialize got, or a name that says so."""
-    return any(isinstance(one, ast.Call) and file.segment(one.func) in models for one in ast.walk(stmt))
-
-
-def _assigns(stmt: ast.stmt, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in ast.walk(stmt))
 
 
 def _inserted(file: File, stmt: ast.stmt, code: str) -> Edit:

@@ -53,7 +53,6 @@ class Options:
 class Report:
     findings: tuple[Finding, ...]
     files: int  # looked at
-    unreadable: int  # of them, those that do not parse: each has a finding "unreadable"
 
     def worst(self) -> str | None:
         levels = {one.level for one in self.findings}
@@ -75,8 +74,7 @@ def lint(paths: Sequence[str | os.PathLike[str]], options: Options | None = None
     finally:
         if collects:
             gc.enable()
-    order = sorted(findings, key=lambda one: (one.path, one.line, one.column, one.rule))
-    return Report(tuple(order), len(files), sum(one.rule == "unreadable" for one in order))
+    return Report(tuple(sorted(findings, key=lambda one: (one.path, one.line, one.column, one.rule))), len(files))
 
 
 def _all(files: list[str], chosen: tuple[Rule, ...], workers: int) -> list[Finding]:

@@ -69,7 +69,7 @@ def facts(file: File) -> Facts:
             calls.append(Call(file.callee(call), caller, file.guard(ctx), file.without_grad(call), held))
     if any(node.attr == "local_rank" and isinstance(node.ctx, ast.Load) for node in file.of(ast.Attribute)):
         uses.add("local_rank")
-    if "CUDA_VISIBLE_DEVICES" in file.text:
+    if re.search(r"environ.*CUDA_VISIBLE_DEVICES", file.text):
         uses.add("visible")
     if any(file.over_epochs(loop) for loop in file.loops()):
         uses.add("epoch loop")

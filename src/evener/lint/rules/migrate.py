@@ -127,7 +127,9 @@ def removed_api(file: File) -> Hits:
             edit = _other_attribute(file, attribute, "total_memory")
             yield hit(attribute, "total_mem is total_memory", edit)
     for call, func in file.methods("next"):
-        if not call.args and _is_iterator(file, func.value):
+        made = [func.value] if isinstance(func.value, ast.Call) else file.values(func.value)
+        iterators = [one for one in made if isinstance(one, ast.Call) and file.name(one.func) == "iter"]
+        if not call.args and made and len(iterators) == len(made):
             edit = replace(file, call, f"next({file.exact(func.value)})")
             yield hit(call, "an iterator has no next method", edit)
     for call in file.of(ast.Call):
@@ -152,11 +154,6 @@ def removed_api(file: File) -> Hits:
 def _other_attribute(file: File, node: ast.Attribute, new: str) -> Edit:
     end = file.span(node)[1]
     return Edit(end - len(node.attr.encode()), end, new)
-
-
-def _is_iterator(file: File, node: ast.expr) -> bool:
-    values = [node] if isinstance(node, ast.Call) else file.values(node)
-    return bool(values) and all(isinstance(one, ast.Call) and file.name(one.func) == "iter" for one in values)
 
 
 def _is_transposed(file: File, node: ast.expr) -> bool:

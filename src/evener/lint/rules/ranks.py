@@ -111,7 +111,7 @@ def _is_global(file: File, node: ast.expr) -> bool:
 
 @rule("error", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the first .cuda()', in_tests=False)
 def rank_without_device(file: File) -> Hits:
-    own = r"""CUDA_VISIBLE_DEVICES|set_device|cuda:(?!0\b)|cuda\.device\(|device\(["']cuda["'],|["']gloo["']"""
+    own = r"""environ.*CUDA_VISIBLE_DEVICES|set_device|cuda:(?!0\b)|cuda\.device\(|device\(["']cuda["'],"""
     own += r"|\.cuda\((?!\)|non_blocking|async)|\.to\(\s*[\w.]*(rank|gpu|local|dev_?id)"
     wraps = [call for call in file.making("ddp") if method(call, *_MOVES) is None]
     given = (one.arg in (None, "device_ids") for call in wraps for one in call.keywords)
@@ -119,6 +119,8 @@ def rank_without_device(file: File) -> Hits:
         return
     if file.uses("accelerator", "visible") or not file.uses("init") or file.calls("set_device", "set_device_index"):
         return
+    if "gloo" in file.text and "nccl" not in file.text.lower():
+        return  # ranks may share a GPU there
     moves = [call for call, _ in file.methods("cuda")]
     named = [*(call for call, _ in file.methods("to")), *file.calls_of("torch.device")]
     moves += [call for call in named if call.args and re.match(r"""["']cuda["']( if |$)""", file.segment(call.args[0]))]
