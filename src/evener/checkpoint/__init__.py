@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import tree_map_only
 
 from evener.checkpoint import store
 from evener.checkpoint.agree import on_all, on_main
@@ -81,17 +83,14 @@ def load(dir: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
                         fill(one, torch.empty_like(one, device="cpu"))
                 modules[name].load_state_dict(states[name])  # copies into the parameters
             elif isinstance(thing, Mapping):
-                plain[name] = _own(states[name], {})
+                plain[name] = _own(states[name])
             else:
                 _method(name, thing, "load_state_dict")
                 try:
-                    thing.load_state_dict(_own(states[name], {}))
+                    thing.load_state_dict(_own(states[name]))
                 except Exception as error:
-                    text, why = (
-                        f"{name} does not accept its state from the checkpoint.",
-                        f"{type(error).__name__}: {error}",
-                    )
-                    raise CheckpointError(text, evidence=[why]) from error
+                    text = f"{name} does not accept its state from the checkpoint."
+                    raise CheckpointError(text, evidence=[f"{type(error).__name__}: {error}"]) from error
         return plain
 
     return on_all(act)
@@ -127,14 +126,7 @@ def _same_names(path: Path, saved: list[str], given: list[str]) -> None:
     raise CheckpointError(f"The names do not match those in {path}.", evidence=evidence, fix=fix)
 
 
-def _own(state: Any, copies: dict[int, torch.Tensor]) -> Any:
+def _own(state: Any) -> Any:
     """The state with copies of its tensors: optimizers keep what they are given, and it is mapped from a file."""
-    if isinstance(state, torch.Tensor):
-        if id(state) not in copies:
-            copies[id(state)] = state.clone()
-        return copies[id(state)]
-    if isinstance(state, dict):
-        return {key: _own(value, copies) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_own(value, copies) for value in state)
-    return state
+    clone = functools.cache(torch.Tensor.clone)  # one tensor under two names stays one
+    return tree_map_only(torch.Tensor, clone, state)

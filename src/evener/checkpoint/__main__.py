@@ -76,9 +76,8 @@ def found(path: Path) -> list[Path]:
         raise UsageError(f"there is no directory {path}.")
     inside = [one for one in folder.iterdir() if (one / MANIFEST).exists() and not one.name.startswith(".")]
     if not inside:
-        raise UsageError(
-            f"{path} holds no checkpoint.", fix=["give a run directory, its checkpoints folder, or one checkpoint"]
-        )
+        fix = ["give a run directory, its checkpoints folder, or one checkpoint"]
+        raise UsageError(f"{path} holds no checkpoint.", fix=fix)
     return sorted(inside, key=lambda one: -(one / MANIFEST).stat().st_mtime)
 
 
@@ -96,10 +95,8 @@ def newest_whole(path: Path) -> tuple[Path, dict[str, Any]]:
 
 def about(path: Path) -> dict[str, Any]:
     """One row; unknown is None."""
-    row = dict.fromkeys(("name", "path", "update", "bytes", "torch", "problem")) | {
-        "name": path.name,
-        "path": str(path),
-    }
+    row: dict[str, Any] = {"name": path.name, "path": str(path)}
+    row |= dict.fromkeys(("update", "bytes", "torch", "problem"))
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:

@@ -52,13 +52,9 @@ _GROUPS: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozense
 def encode(state: Any, path: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """The JSON tree of `state` and its tensors by name. The tensors are `state`'s own memory, not copies.
 
-    Args:
-        state: dicts, lists, tuples, sets, None, bool, int, float, str, bytes, range, numpy scalars and arrays, tensors,
-            torch.dtype, torch.device, torch.Size, nested in any way.
-        path: What the names inside the state begin with.
-
-    Raises:
-        CheckpointError: something else is inside; the error names the path to it.
+    state: dicts, lists, tuples, sets, None, bool, int, float, str, bytes, range, numpy scalars and arrays, tensors,
+    torch.dtype, torch.device, torch.Size, nested in any way; anything else is a CheckpointError that names the path to
+    it. path: what the names inside the state begin with.
     """
     encoder = _Encoder()
     return encoder.tree(state, path, 0), encoder.tensors
@@ -73,9 +69,8 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     try:
         return _Decoder(tensors).state(tree)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, struct.error) as error:
-        raise CheckpointError(
-            "The manifest holds something that evener does not write.", evidence=[f"{type(error).__name__}: {error}"]
-        ) from None
+        text = "The manifest holds something that evener does not write."
+        raise CheckpointError(text, evidence=[f"{type(error).__name__}: {error}"]) from None
 
 
 class _Encoder:
@@ -85,17 +80,12 @@ class _Encoder:
 
     def tree(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
-        if (
-            value is None
-            or kind in (bool, str)
-            or (kind is int and value.bit_length() <= 64)
-            or (kind is float and math.isfinite(value))
-        ):
+        plain = (kind is int and value.bit_length() <= 64) or (kind is float and math.isfinite(value))
+        if value is None or kind in (bool, str) or plain:
             return value
         if depth > _DEEPEST:
-            raise CheckpointError(
-                f"{path[:60]}... is nested more than {_DEEPEST} levels deep.", fix=["does a part of it contain itself?"]
-            )
+            fix = ["does a part of it contain itself?"]
+            raise CheckpointError(f"{path[:60]}... is nested more than {_DEEPEST} levels deep.", fix=fix)
         if kind in _LEAVES:
             tag, to_json, _ = _LEAVES[kind]
             return {tag: to_json(value)}
@@ -143,16 +133,12 @@ class _Encoder:
         return name
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
-        if (
-            type(value) not in (torch.Tensor, torch.nn.Parameter)
-            or value.layout is not torch.strided
-            or value.is_quantized
-        ):
+        own = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if not own or value.layout is not torch.strided or value.is_quantized:
             raise _refused(value, path)
         if value.is_meta:
-            raise CheckpointError(
-                f"{path} is on the meta device: it has no values.", fix=["materialise the model first"]
-            )
+            fix = ["materialise the model first"]
+            raise CheckpointError(f"{path} is on the meta device: it has no values.", fix=fix)
         value = value.detach().resolve_conj().resolve_neg()
         view = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         name = self._seen.get(view) if value.numel() else None
@@ -169,12 +155,8 @@ class _Encoder:
         return {"$tensor": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
     def _numpy(self, value: Any, path: str) -> Any:
-        scalar = isinstance(value, np.generic)
-        if (
-            value.dtype.kind not in _NUMPY_KINDS
-            or not value.dtype.itemsize
-            or not (scalar or type(value) is np.ndarray)
-        ):
+        scalar, dtype = isinstance(value, np.generic), value.dtype
+        if dtype.kind not in _NUMPY_KINDS or not dtype.itemsize or not (scalar or type(value) is np.ndarray):
             raise _refused(value, path)
         if scalar:
             return {"$numpy": value.dtype.str, "bytes": base64.b64encode(value.tobytes()).decode()}
@@ -215,16 +197,15 @@ class _Decoder:
             return _LEAF_OF[tag](value)
         if tag in _GROUPS:
             return _GROUPS[tag](self.state(value))
-        match tag:
-            case "$dict":
-                return {self.state(key): self.state(item) for key, item in value}
-            case "$tensor":
-                return self._tensor(value, tree)
-            case "$array":
-                data = self._tensors[value].clone().numpy()  # a copy is aligned, and does not hold the file
-                return data.view(_numpy_dtype(tree["dtype"])).reshape(tree["shape"])
-            case "$numpy":
-                return np.frombuffer(base64.b64decode(tree["bytes"], validate=True), _numpy_dtype(value))[0]
+        if tag == "$dict":
+            return {self.state(key): self.state(item) for key, item in value}
+        if tag == "$tensor":
+            return self._tensor(value, tree)
+        if tag == "$array":
+            data = self._tensors[value].clone().numpy()  # a copy is aligned, and does not hold the file
+            return data.view(_numpy_dtype(tree["dtype"])).reshape(tree["shape"])
+        if tag == "$numpy":
+            return np.frombuffer(base64.b64decode(tree["bytes"], validate=True), _numpy_dtype(value))[0]
         raise ValueError(f"unknown tag {tag!r}")
 
     def _tensor(self, name: str, tree: dict[str, Any]) -> torch.Tensor:

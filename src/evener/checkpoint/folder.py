@@ -38,10 +38,8 @@ class Checkpoints:
         if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
             return self.folder / f"update-{which}"
         if not isinstance(which, str) or not _NAME.fullmatch(which) or _NUMBERED.fullmatch(which):
-            raise UsageError(
-                f"{which!r} cannot be the name of a checkpoint.",
-                fix=['letters, digits, "_", "-" and ".", not "." or "-" first; update-<number> is taken by numbers'],
-            )
+            fix = ['letters, digits, "_", "-" and ".", not "." or "-" first; update-<number> is taken by numbers']
+            raise UsageError(f"{which!r} cannot be the name of a checkpoint.", fix=fix)
         return self.folder / which
 
     def save(self, which: int | str, states: Mapping[str, Any] | None, about: Mapping[str, Any]) -> list[str]:

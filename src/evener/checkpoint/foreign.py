@@ -43,10 +43,8 @@ def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
         return open_file(path), []
     if path.suffix in _PICKLES:
         return _tensors_in(_unpickled(path), path)
-    raise CheckpointError(
-        f"{path} is of no kind that is read.",
-        fix=[f"give a .safetensors file, a .index.json, one of {' '.join(_PICKLES)}, or a directory with such"],
-    )
+    fix = [f"give a .safetensors file, a .index.json, one of {' '.join(_PICKLES)}, or a directory with such"]
+    raise CheckpointError(f"{path} is of no kind that is read.", fix=fix)
 
 
 def _directory(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -98,10 +96,9 @@ def _unpickled(path: Path) -> Any:
             fix += [f"or, if you know and trust {found[1]}, allow that one name and keep only the weights:"]
             fix += [f"with torch.serialization.safe_globals([{found[1]}]):"]
             fix += [f'    torch.save(torch.load("{path}", weights_only=True)["state_dict"], "weights.pt")']
-        text = (
-            f"{path} is a pickle with more than tensors in it; it is not read, because unpickling it can run any code."
-        )
-        raise CheckpointError(text, evidence=evidence, fix=fix) from None
+        why = "it is not read, because unpickling it can run any code"
+        what = f"{path} is a pickle with more than tensors in it; {why}."
+        raise CheckpointError(what, evidence=evidence, fix=fix) from None
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CheckpointError(f"{path} cannot be read.", evidence=[f"{type(error).__name__}: {reason}"]) from None
@@ -113,11 +110,10 @@ def _tensors_in(state: Any, path: Path) -> tuple[dict[str, torch.Tensor], list[s
     while isinstance(state, dict) and (odd := [str(k) for k, v in state.items() if not isinstance(v, torch.Tensor)]):
         inside = [key for key in _INSIDE if isinstance(state.get(key), dict)]
         if len(inside) != 1:
-            raise CheckpointError(
-                f"{path} holds no state_dict where one is looked for ({', '.join(_INSIDE[:3])}).",
-                evidence=[f"{'.'.join(way) or 'at the top'}: {some(state)}", f"not tensors: {some(odd)}"],
-                fix=["save the weights alone: evener's run.export(path), or safetensors.torch.save_file"],
-            )
+            what = f"{path} holds no state_dict where one is looked for ({', '.join(_INSIDE[:3])})."
+            evidence = [f"{'.'.join(way) or 'at the top'}: {some(state)}", f"not tensors: {some(odd)}"]
+            fix = ["save the weights alone: evener's run.export(path), or safetensors.torch.save_file"]
+            raise CheckpointError(what, evidence=evidence, fix=fix)
         way.append(inside[0])
         state = state[inside[0]]
     if not isinstance(state, dict) or not state:

@@ -33,11 +33,7 @@ def seal(about: Mapping[str, Any], files: Mapping[str, Record], states: Any) -> 
 
 
 def check(path: Path) -> dict[str, Any]:
-    """Compare every file with the manifest; return the manifest. Reads the whole checkpoint, changes nothing.
-
-    Raises:
-        CheckpointError: as `read`.
-    """
+    """Compare every file with the manifest; return the manifest. Changes nothing. Raises CheckpointError as `read`."""
     manifest = read_manifest(path)
     side_by_side([partial(_check_file, path, *item) for item in manifest["files"].items()], len(manifest["files"]) > 1)
     return manifest
@@ -79,10 +75,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{where} is not a manifest that evener writes.") from None
     if not known:
         found = f"{manifest['format']!r} {manifest['version']!r}"
-        raise CheckpointError(
-            f"{where} is of format {found}; this evener reads {FORMAT!r} {VERSION}.",
-            fix=["use the version of evener that wrote it, or a later one"],
-        )
+        fix = ["use the version of evener that wrote it, or a later one"]
+        raise CheckpointError(f"{where} is of format {found}; this evener reads {FORMAT!r} {VERSION}.", fix=fix)
     bad = [name for name in files if not OURS.fullmatch(name) or name == MANIFEST]
     if bad:
         raise CheckpointError(f"{where} names files that no checkpoint has: {some(map(repr, bad))}.")
@@ -96,6 +90,5 @@ def _check_file(path: Path, name: str, wanted: Record) -> None:
             raise CheckpointError(f"{path / name} has {size:,} bytes, the manifest says {wanted.bytes:,}.")
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != wanted.sha256:
-        raise CheckpointError(
-            f"{path / name} is corrupt: its sha256 is {found[:16]}..., the manifest says {wanted.sha256[:16]}..."
-        )
+        said = f"its sha256 is {found[:16]}..., the manifest says {wanted.sha256[:16]}..."
+        raise CheckpointError(f"{path / name} is corrupt: {said}")

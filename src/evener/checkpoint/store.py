@@ -37,11 +37,8 @@ def write(path: str | os.PathLike[str], states: Mapping[str, Any], *, about: Map
     """Write `states` as the checkpoint `path`, durably. Called on one rank.
 
     Whatever happens meanwhile (an error, a kill, a power cut), `path` is afterwards the earlier checkpoint or the new
-    one, whole; between two renames it can be missing until `recover` has put the earlier one back.
-
-    Args:
-        states: By name; see `encode` for what they may hold. Tensors may not change until this returns.
-        about: JSON values that tell what this is (update, versions, configuration), readable without the tensors.
+    one, whole; between two renames it can be missing until `recover` has put the earlier one back. `states` (see
+    `encode`) may not change until this returns; `about`: JSON values, readable without the tensors.
 
     Raises:
         CheckpointError: a state that cannot be held, a disk that is full or refuses, or `path` is something else.
@@ -173,11 +170,8 @@ def _refuse_foreign(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         others = sorted(name for name in os.listdir(path) if not OURS.fullmatch(name))
     if others:
-        raise CheckpointError(
-            f"{path} is not only a checkpoint: saving there would remove what it holds.",
-            evidence=[f"it holds {some(others)}"],
-            fix=["save to a new name"],
-        )
+        what = f"{path} is not only a checkpoint: saving there would remove what it holds."
+        raise CheckpointError(what, evidence=[f"it holds {some(others)}"], fix=["save to a new name"])
 
 
 def _lock(descriptor: int) -> bool:

@@ -62,11 +62,7 @@ def load_weights(
 
 
 def read_for(model: torch.nn.Module, path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The tensors of a file of weights by the model's names, mapped and not yet copied, and notes to show.
-
-    Raises:
-        CheckpointError: as `load_weights`.
-    """
+    """The tensors of a file of weights by the model's names, mapped and not copied; notes. Raises as `load_weights`."""
     wanted = _wanted(model)
     tensors, notes = read_weights(Path(path))
     tensors, said = _renamed(tensors, wanted)
@@ -117,11 +113,10 @@ def misfit(wanted: Mapping[str, Any], given: Mapping[str, Any], what: str) -> Ch
     kinds = {kind: names for kind, names in kinds.items() if names}
     if not kinds:
         return None
-    return CheckpointError(
-        f"{what} does not fit the model: {', '.join(f'{len(names)} {kind}' for kind, names in kinds.items())}.",
-        evidence=[f"{kind}: {some(names)}" for kind, names in kinds.items()],
-        fix=["build the model that these weights are for; a part of a model is never loaded"],
-    )
+    counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items())
+    evidence = [f"{kind}: {some(names)}" for kind, names in kinds.items()]
+    fix = ["build the model that these weights are for; a part of a model is never loaded"]
+    return CheckpointError(f"{what} does not fit the model: {counts}.", evidence=evidence, fix=fix)
 
 
 def _write(model: torch.nn.Module | Mapping[str, Any], path: Path) -> None:
@@ -181,10 +176,9 @@ def _with_ties(
         there = [name for name in names if name in given]
         for other in there[1:]:
             if not torch.equal(given[there[0]], given[other]):
-                raise CheckpointError(
-                    f"{path}: {there[0]} and {other} differ, but are one tensor in the model.",
-                    fix=["untie them in the model, or use the weights of a model that ties them"],
-                )
+                what = f"{path}: {there[0]} and {other} differ, but are one tensor in the model."
+                fix = ["untie them in the model, or use the weights of a model that ties them"]
+                raise CheckpointError(what, fix=fix)
         for name in names:
             if there and name not in given:
                 full[name] = given[there[0]]

@@ -74,10 +74,9 @@ def main(argv: list[str]) -> int:
     hosts = layout.read(os.environ, given.nodes, given.head, given.node_rank)
     if hosts is not None:
         if hosts.task is not None and request.nproc not in (None, 1):
-            raise UsageError(
-                f"{hosts.source} started one task for every rank, and --nproc {request.nproc} asks for more in each.",
-                fix=["leave --nproc out", "or srun --ntasks-per-node=1 evener run SCRIPT"],
-            )
+            fix = ["leave --nproc out", "or srun --ntasks-per-node=1 evener run SCRIPT"]
+            what = f"started one task for every rank, and --nproc {request.nproc} asks for more in each"
+            raise UsageError(f"{hosts.source} {what}.", fix=fix)
         if given.debug == "single":
             fix = ["--debug, or --debug=single --nodes 1 on one of them"]
             raise UsageError("--debug=single is for one host.", fix=fix)
@@ -264,21 +263,11 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
             raise UsageError(f"{given.plan} is a plan for {ranks} processes, not {nproc}.", fix=fix)
         nproc = nproc or ranks
     flags = {"accept_changed_data": True} if given.accept_changed_data else {}
-    return Request(
-        script=target[0],
-        args=tuple(target[1:]),
-        module=given.module is not None,
-        nproc=nproc,
-        decided=planned.get("decided", {}),
-        predicted=planned.get("predicted", {}),
-        cpu=given.cpu,
-        bind=not given.no_numa,
-        logs=given.log_dir,
-        tee=given.tee,
-        debug=given.debug is not None,
-        hang_after=None if given.hang_after is None else to_seconds(given, "hang_after", 1.0),
-        overrides=planned.get("overrides", {}) | dict(map(to_override, given.set)) | flags,
-    )
+    planned |= {"overrides": planned.get("overrides", {}) | dict(map(to_override, given.set)) | flags}
+    planned |= {"hang_after": None if given.hang_after is None else to_seconds(given, "hang_after", 1.0)}
+    asked = {"cpu": given.cpu, "bind": not given.no_numa, "debug": given.debug is not None}
+    asked |= {"logs": given.log_dir, "tee": given.tee, "module": given.module is not None}
+    return Request(target[0], tuple(target[1:]), nproc=nproc, **asked, **planned)
 
 
 def take_gpus(given: argparse.Namespace, nproc: int | None, environ: Mapping[str, str]) -> tuple[Gpus, Lease | None]:
@@ -331,9 +320,8 @@ def to_count(word: str) -> int:
         return int(word)
     auto = "leave --nproc out: one process per GPU is the default"
     fixes = {"gpu": auto, "auto": auto, "cpu": "--cpu --nproc N: N processes on the CPU"}
-    raise UsageError(
-        f"--nproc {word} is not a number.", fix=[fixes.get(word, "--nproc N, a whole number of processes")]
-    )
+    fix = fixes.get(word, "--nproc N, a whole number of processes")
+    raise UsageError(f"--nproc {word} is not a number.", fix=[fix])
 
 
 def to_seconds(given: argparse.Namespace, name: str, least: float = 0.0) -> float:

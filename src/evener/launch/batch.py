@@ -62,9 +62,8 @@ def check_requeue(environ: Mapping[str, str]) -> None:
     if not environ.get("SLURM_JOB_ID"):
         raise UsageError("--requeue: this is no Slurm job (SLURM_JOB_ID is not set).", fix=["leave --requeue out"])
     if shutil.which("scontrol", path=environ.get("PATH")) is None:
-        raise UsageError(
-            "--requeue needs `scontrol`, which is not on PATH here.", fix=["add Slurm's bin folder to PATH"]
-        )
+        fix = ["add Slurm's bin folder to PATH"]
+        raise UsageError("--requeue needs `scontrol`, which is not on PATH here.", fix=fix)
 
 
 def requeue(environ: Mapping[str, str]) -> None:

@@ -6,13 +6,11 @@ Nothing here starts a process, makes a folder or reads the environment: `decide`
 **Rendezvous without a listening socket.** torch's c10d rendezvous over TCP listens on every interface, without
 authentication, and unpickles what it reads there. On one machine a file store in a private folder (`store_type=file`)
 and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 avoid it (without the second the agent opens a TCP store for the ranks all the
-same, and restarted ranks read the addresses of dead ones from it), and evener's own group has the file store named in
-the plan. A script that calls `init_process_group()` itself gets torch's store at MASTER_PORT, and that one listens.
+same, and restarted ranks read the addresses of dead ones from it). A script's own `init_process_group()` listens.
 
-**GPUs.** They were chosen (and leased) before. All of them stay visible to all ranks, as one list: unchanged scripts
-call `torch.cuda.set_device(LOCAL_RANK)`, and NCCL needs to see its peers. With one rank per GPU on a machine with
-several memory nodes, the shim binds a rank to the CPUs of its GPU's node (torchrun's --numa-binding needs the program
-numactl, and starts CUDA in the agent).
+**GPUs** were chosen (and leased) before. All stay visible to all ranks: unchanged scripts call
+`torch.cuda.set_device(LOCAL_RANK)`, and NCCL needs to see its peers. With several memory nodes the shim binds a rank to
+the CPUs of its GPU's (torchrun's --numa-binding needs the program numactl, and starts CUDA in the agent).
 """
 
 from __future__ import annotations
@@ -124,16 +122,10 @@ def decide(
         run_id = f"{run_id}-node{round.node_rank}"
     private = os.path.join(machine.temporary, f"evener-{run_id}")
     logs = os.path.join(cwd, request.logs, run_id)
-    plan = LaunchPlan(
-        run_id=job,
-        device="cpu" if request.cpu else None,
-        store=None if round else os.path.join(private, "store"),
-        overrides=dict(request.overrides),
-        decided=dict(request.decided),
-        predicted=dict(request.predicted),
-        attempt=attempt,
-        beats=None if request.hang_after is None else os.path.join(private, "beats"),
-    )
+    asked: dict[str, Any] = {name: dict(getattr(request, name)) for name in ("overrides", "decided", "predicted")}
+    store = None if round else os.path.join(private, "store")
+    beats = None if request.hang_after is None else os.path.join(private, "beats")
+    plan = LaunchPlan(job, "cpu" if request.cpu else None, store, beats, attempt=attempt, **asked)
     on_cpu = request.cpu or not machine.gpus.words
     notes = [f"{nproc} process{'es' if nproc > 1 else ''} on {'the CPU' if on_cpu else machine.gpus.text}{why}"]
     wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GLOO_SOCKET_IFNAME": machine.loopback}
@@ -164,26 +156,13 @@ def decide(
     if request.debug:
         wanted |= debug.environment(logs)
     env |= {name: value for name, value in wanted.items() if value and name not in environ}
-    return Launch(
-        run_id=run_id,
-        nproc=nproc,
-        tee=request.tee,
-        private=private,
-        logs=logs,
-        plan=plan,
-        # PET_* variables (Kubernetes sets them) are defaults for every option of the agent that is not given here.
-        command=Command(
-            _agent(request, machine, private, nproc, run_id, round),
-            env,
-            unset=tuple(sorted(name for name in environ if name.startswith("PET_"))),
-        ),
-        notes=("; ".join(notes), *machine.gpus.notes, *([debug.note(environ, cpu=on_cpu)] if request.debug else [])),
-        debug=request.debug,
-        hang_after=request.hang_after,
-        first_rank=round.first_rank if round else 0,
-        cpus=cpus,
-        leased=machine.gpus.leased,
-    )
+    # PET_* variables (Kubernetes sets them) are defaults for every option of the agent that is not given here.
+    unset = tuple(sorted(name for name in environ if name.startswith("PET_")))
+    command = Command(_agent(request, machine, private, nproc, run_id, round), env, unset)
+    told = ("; ".join(notes), *machine.gpus.notes, *([debug.note(environ, cpu=on_cpu)] if request.debug else []))
+    more: dict[str, Any] = {"cpus": cpus, "leased": machine.gpus.leased, "debug": request.debug}
+    more |= {"hang_after": request.hang_after, "first_rank": round.first_rank if round else 0}
+    return Launch(run_id, nproc, request.tee, private, logs, plan, command, told, **more)
 
 
 def _near_cpus(request: Request, machine: Machine, nproc: int) -> tuple[tuple[int, ...], ...]:
@@ -212,11 +191,9 @@ def processes(request: Request, machine: Machine) -> tuple[int, str]:
     if request.cpu:
         return 1, " (--nproc N for more)"
     if gpus is None:
-        raise DeviceError(
-            "The GPUs of this machine cannot be counted.",
-            evidence=[machine.gpus.unknown_because],
-            fix=["say how many processes: --nproc N", "or run on the CPU: --cpu"],
-        )
+        fix = ["say how many processes: --nproc N", "or run on the CPU: --cpu"]
+        text = "The GPUs of this machine cannot be counted."
+        raise DeviceError(text, evidence=[machine.gpus.unknown_because], fix=fix)
     return (len(gpus), "") if gpus else (1, " (no GPU visible)")
 
 
@@ -224,29 +201,16 @@ def _agent(
     request: Request, machine: Machine, private: str, nproc: int, run_id: str, round: Round | None
 ) -> tuple[str, ...]:
     """torch's elastic agent for this machine, and the shim as the program of every rank."""
+    meet: dict[str, Any]
     if round is None:
-        meet = {
-            "nnodes": 1,
-            "nproc-per-node": nproc,
-            "rdzv-backend": "c10d",
-            "rdzv-endpoint": os.path.join(private, "rendezvous"),
-            "rdzv-id": run_id,
-            # The file store only ever grows: a heartbeat every 5 s, its default, is of no use to a single agent.
-            "rdzv-conf": "store_type=file,keep_alive_interval=3600",
-            "local-addr": "127.0.0.1",
-        }
+        meet = {"nnodes": 1, "nproc-per-node": nproc, "rdzv-backend": "c10d"}
+        meet |= {"rdzv-endpoint": os.path.join(private, "rendezvous"), "rdzv-id": run_id}
+        # The file store only ever grows: a heartbeat every 5 s, its default, is of no use to a single agent.
+        meet |= {"rdzv-conf": "store_type=file,keep_alive_interval=3600", "local-addr": "127.0.0.1"}
     else:
-        meet = {
-            "nnodes": round.nnodes,
-            "nproc-per-node": nproc,
-            "node-rank": round.node_rank,
-            "rdzv-backend": "static",
-            "master-addr": round.head,
-            "master-port": round.port,
-            "rdzv-id": f"{round.job}-{round.attempt}",
-            "rdzv-conf": "timeout=120",
-            "local-addr": round.local,
-        }
+        meet = {"nnodes": round.nnodes, "nproc-per-node": nproc, "node-rank": round.node_rank, "rdzv-backend": "static"}
+        meet |= {"master-addr": round.head, "master-port": round.port, "rdzv-id": f"{round.job}-{round.attempt}"}
+        meet |= {"rdzv-conf": "timeout=120", "local-addr": round.local}
     # The agent passes arguments through string.Template: a dollar sign has to be doubled to arrive as one.
     target = [arg.replace("$", "$$") for arg in (request.script, *request.args)]
     return (

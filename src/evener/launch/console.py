@@ -153,6 +153,8 @@ class Console:
 
     def drain(self) -> None:
         """Everything that is still on its way; no process writes any more."""
+        if any(channel.terminal for channel in self.unique()):
+            time.sleep(0.02)  # a terminal hands its last output on a moment after it was written
         for channel in self.unique():
             while self.pump(channel):
                 pass

@@ -1,9 +1,7 @@
 """`evener run --debug`: what is switched on to find a fault, and what it costs.
 
     CUDA_LAUNCH_BLOCKING=1           the line of the traceback is the line that failed (kernels are not asynchronous)
-    TORCH_DISTRIBUTED_DEBUG=DETAIL   every collective is compared between ranks before it is made: call, shape, type,
-                                     device; DDP names parameters, and reduces in a group that is not compared (gloo:
-                                     torch 2.13 crashes in DDP's constructor otherwise)
+    TORCH_DISTRIBUTED_DEBUG=DETAIL   every collective is compared between ranks before it is made (DDP: see the shim)
     NCCL_DEBUG=INFO                  into one file per process in the log folder
     TORCH_FR_BUFFER_SIZE=2000        the flight recorder keeps the last collectives, and dumps them at a time-out
     PYTHONFAULTHANDLER=1             a crash in data workers leaves a Python stack too (ranks always have it)

@@ -26,10 +26,8 @@ _LOST_PEER = re.compile(
     r"sigterm|received signal 15|killed by signal: terminated",
     re.IGNORECASE,
 )
-_LOST_PEER_TYPES = frozenset(
-    {"ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "TimeoutError"}
-    | {"DistNetworkError", "DistStoreError", "CollectiveError"}
-)
+_LOST_PEER_TYPES = {"ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError"}
+_LOST_PEER_TYPES |= {"TimeoutError", "DistNetworkError", "DistStoreError", "CollectiveError"}
 # A crash of this process alone. ABRT is not among them: native code aborts when a *collective* went wrong.
 _CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 

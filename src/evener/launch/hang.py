@@ -42,22 +42,16 @@ _IDLE, _IDLE_BYTES = 0.02, 10_000  # of a CPU, and bytes a second: what a proces
 
 
 class Hang:
-    """Looks at the ranks' files; `seconds` without a change is a hang. Own clock: the files' may jump.
-
-    beats, logs: Folders: of the ranks' signs of life, and of their logs.
-    """
+    """Looks at the ranks' files; `seconds` without a change is a hang. beats: the folder of their signs of life."""
 
     def __init__(self, beats: str, logs: str, seconds: float) -> None:
         self.beats, self.logs, self.seconds = beats, logs, seconds
         self.seen: dict[str, int] = {}
-        self.since = self.looked = time.monotonic()
+        self.since = self.looked = time.monotonic()  # an own clock: the files' may jump
         self.has_run = False
 
     def is_there(self, ranks: Mapping[int, int]) -> bool:
-        """Whether the job hangs. Not outside of the loops of a Run, nor while a rank is in first().
-
-        ranks: Process id by rank.
-        """
+        """Whether the job hangs. Not outside of the loops of a Run, nor while a rank is in first()."""
         now = time.monotonic()
         if now < self.looked + min(5.0, self.seconds / 20):
             return False
@@ -108,8 +102,8 @@ def described(logs: str, ranks: Mapping[int, int], seconds: float) -> LaunchErro
     still, waits, evidence = _standing(logs, ranks)
     what = f"hang{'s' * (len(still) == 1)}" if still else "wait for each other"
     evidence.append(f"logs: {failure.relative(logs, os.getcwd())}")
-    names = failure.ranks_text(still or waits)
-    return LaunchError(f"{names} {what}: nothing was done for {seconds:.0f} s", evidence=evidence)
+    cause = f"{failure.ranks_text(still or waits)} {what}: nothing was done for {seconds:.0f} s"
+    return LaunchError(cause, evidence=evidence)
 
 
 def stopped(logs: str, ranks: Mapping[int, int], signum: signal.Signals) -> LaunchError | None:

@@ -74,10 +74,8 @@ def listen(layout: Layout) -> socket.socket | None:
     except OSError as error:
         if layout.rank is None and error.errno in (98, 48):  # in use: by the head, if this is one more on its host
             return None
-        raise LaunchError(
-            f"The head cannot listen on {at or 'port'}:{layout.port}: {error.strerror or error}.",
-            fix=["another port, the same on every host: --head HOST:PORT"],
-        ) from None
+        what = f"The head cannot listen on {at or 'port'}:{layout.port}: {error.strerror or error}."
+        raise LaunchError(what, fix=["another port, the same on every host: --head HOST:PORT"]) from None
 
 
 @dataclass(eq=False)
@@ -128,20 +126,19 @@ class Head(threading.Thread):
             pass
         except Exception as error:  # nobody may wait for a head that decides nothing
             at = traceback.extract_tb(error.__traceback__)[-1]
-            text = (
-                f"The hosts' meeting broke, a fault of evener: {type(error).__name__}: {error} ({at.name}:{at.lineno})."
-            )
+            what = f"{type(error).__name__}: {error} ({at.name}:{at.lineno})"
+            text = f"The hosts' meeting broke, a fault of evener: {what}."
             verdict = {"host": "the head", "code": 1, "text": text, "again": False, "why": ""}
             self._send(self.guests, refused=text, verdict=verdict)  # one for those that gather, one for those that run
         self.server.close()
-        for guest in self.guests:
+        connections = [guest.line.connection for guest in self.guests]
+        for one in connections:
             with contextlib.suppress(OSError):
-                guest.line.connection.shutdown(socket.SHUT_WR)
-        for guest in self.guests:  # closed at once, a line that is still being written to would lose its last words
-            with contextlib.suppress(OSError):
-                while guest.line.connection.recv(1 << 16):
+                one.shutdown(socket.SHUT_WR)
+        for one in connections:  # closed at once, a line that is still being written to would lose its last words
+            with one, contextlib.suppress(OSError):
+                while one.recv(1 << 16):
                     pass
-            guest.line.connection.close()
 
     def _send(self, guests: Iterable[_Guest], **values: Any) -> None:
         for guest in guests:
@@ -182,9 +179,8 @@ class Head(threading.Thread):
         # What came over the network is shown on terminals.
         hello |= {key: clean(str(hello[key]), 200) for key in ("name", "what")}
         label, rank, most = " ".join(filter(None, (hello["name"], hello["label"]))), hello["rank"], self.layout.most
-        others = self._named()
+        others, wrong = self._named(), ""
         taken = [one.name for one in others if rank is not None and one.hello["rank"] == rank]
-        wrong = ""
         if others and hello["what"] != others[0].hello["what"]:
             first = others[0]
             wrong = f"it was started with another command: {hello['what']} here, {first.hello['what']} on {first.name}"
@@ -198,8 +194,6 @@ class Head(threading.Thread):
         same = sum(one.name.partition(" (")[0] == label for one in others)
         guest.name, guest.hello, guest.since = f"{label} ({same + 1})" if same else label, hello, time.monotonic()
         self.attempt, self.job = max(self.attempt, int(hello["attempt"])), hello["job"] or self.job
-
-    # --- one round: gather, check, play -------------------------------------------------------------------------------
 
     def _arrived(self, here: list[_Guest]) -> str:
         ranks, came = {one.hello["rank"] for one in here}, {one.name for one in here}
@@ -306,8 +300,7 @@ class Head(threading.Thread):
             wait, why = 1.0, f"without {', '.join(lost)}"
         elif bad:
             error = LaunchError(end["text"]) if end["text"] else None
-            ending = Ending(end["code"], error, stopped=end["stopped"])
-            self.attempts.append(Attempt(ending, seconds))
+            self.attempts.append(Attempt(Ending(end["code"], error, stopped=end["stopped"]), seconds))
             answer = seconds_to_wait(self.attempts, self.restarts, self.longest)
             if isinstance(answer, float):
                 wait, why = answer, why_again(self.attempts, self.restarts)

@@ -23,27 +23,17 @@ PORT = 29400
 
 @dataclass(frozen=True)
 class Layout:
-    """One job on several hosts, as one of its members sees it.
+    """One job on several hosts, as one of its members sees it."""
 
-    Attributes:
-        least, most: How many members take part; different ones are an elastic range.
-        head: Name or address of the host that the others come to, and `port` there.
-        rank: This member's place, where it is known before the meeting; None: by arrival, and the head by its address.
-        names: What the members are called, by rank, where that is known.
-        source: Where this was read, in words for the user.
-        task: (place, count) of this process among the job's tasks on this host, where every task is one rank.
-        nproc: Processes per member that the environment asks for.
-    """
-
-    least: int
-    most: int
-    head: str
+    least: int  # how many members take part, at least and
+    most: int  # at most; different numbers are an elastic range
+    head: str  # name or address of the host that the others come to
     port: int = PORT
-    rank: int | None = None
-    names: tuple[str, ...] = ()
-    source: str = "--nodes"
-    task: tuple[int, int] | None = None
-    nproc: int | None = None
+    rank: int | None = None  # this member's place, where known before the meeting; None: by arrival, the head's first
+    names: tuple[str, ...] = ()  # of the members, by rank, where known
+    source: str = "--nodes"  # where this was read, in words for the user
+    task: tuple[int, int] | None = None  # (place, count) among the job's tasks on this host, where each is one rank
+    nproc: int | None = None  # processes per member that the environment asks for
 
 
 class Round(NamedTuple):
@@ -82,21 +72,15 @@ def read(
             return Layout(least, most, host, port or PORT, rank)
         if most or head is not None or node_rank is not None:
             one_host = "--head and --node-rank are about several hosts."
-            raise UsageError(
-                f"--nodes {nodes}: where do the hosts meet?" if most else one_host,
-                evidence=["neither Slurm nor Kubernetes nor SkyPilot is in the environment"],
-                fix=[f"on every host: evener run --nodes {nodes or 3} --head HOST:{PORT} SCRIPT"],
-            )
+            evidence = ["neither Slurm nor Kubernetes nor SkyPilot is in the environment"]
+            fix = [f"on every host: evener run --nodes {nodes or 3} --head HOST:{PORT} SCRIPT"]
+            what = f"--nodes {nodes}: where do the hosts meet?" if most else one_host
+            raise UsageError(what, evidence=evidence, fix=fix)
         return None
     layout = found[0]
     _agree(layout.source, layout, "the command line", least or layout.least, most or layout.most, rank)
-    return dataclasses.replace(
-        layout,
-        least=least or layout.least,
-        rank=layout.rank if rank is None else rank,
-        head=host or layout.head,
-        port=port or layout.port,
-    )
+    rank, least = layout.rank if rank is None else rank, least or layout.least
+    return dataclasses.replace(layout, least=least, rank=rank, head=host or layout.head, port=port or layout.port)
 
 
 def sketch(layout: Layout, nproc: int, job: str) -> Round:
@@ -134,11 +118,9 @@ def _slurm(environ: Mapping[str, str], nodes: str | None) -> Layout | None:
         granted = first("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
         if "SLURM_JOB_ID" in environ and granted.isdigit() and int(granted) > 1 and nodes is None:
             fix = ["srun --ntasks-per-node=1 evener run SCRIPT", "or on this node alone: evener run --nodes 1 SCRIPT"]
-            raise UsageError(
-                f"This Slurm job has {granted} nodes, and `evener run` was started on one of them only.",
-                evidence=[f"SLURM_JOB_NUM_NODES={granted}, and SLURM_STEP_ID is not set: srun did not start this"],
-                fix=fix,
-            )
+            evidence = [f"SLURM_JOB_NUM_NODES={granted}, and SLURM_STEP_ID is not set: srun did not start this"]
+            what = f"This Slurm job has {granted} nodes, and `evener run` was started on one of them only."
+            raise UsageError(what, evidence=evidence, fix=fix)
         return None
     hosts = expand(first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     count = _whole(first("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or str(len(hosts)), "SLURM_STEP_NUM_NODES")
@@ -151,9 +133,8 @@ def _slurm(environ: Mapping[str, str], nodes: str | None) -> Layout | None:
         rank = _whole(environ.get("SLURM_NODEID", ""), "SLURM_NODEID")
         return Layout(count, count, hosts[0], port, rank, tuple(hosts), f"Slurm (SLURM_STEP_NUM_NODES={count})")
     if tasks < count:
-        raise UsageError(
-            f"Slurm started {tasks} tasks on {count} nodes.", fix=["srun --ntasks-per-node=1 evener run SCRIPT"]
-        )
+        fix = ["srun --ntasks-per-node=1 evener run SCRIPT"]
+        raise UsageError(f"Slurm started {tasks} tasks on {count} nodes.", fix=fix)
     rank = _whole(environ.get("SLURM_PROCID", ""), "SLURM_PROCID")
     here = _tasks_per_node(first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     node = _whole(environ.get("SLURM_NODEID", "0"), "SLURM_NODEID")
@@ -180,10 +161,8 @@ def _kubernetes(environ: Mapping[str, str]) -> Layout | None:
         head, named = split_address(environ["PET_RDZV_ENDPOINT"])
         port = named or port
     if not head and most > 1:
-        raise UsageError(
-            f"{count}={environ[count]}, and nothing says where the hosts meet.",
-            fix=["set PET_MASTER_ADDR and PET_NODE_RANK", "or evener run --nodes N --head HOST:PORT SCRIPT"],
-        )
+        fix = ["set PET_MASTER_ADDR and PET_NODE_RANK", "or evener run --nodes N --head HOST:PORT SCRIPT"]
+        raise UsageError(f"{count}={environ[count]}, and nothing says where the hosts meet.", fix=fix)
     place = _whole(environ[rank], rank) if environ.get(rank) and "PET_RDZV_ENDPOINT" not in environ else None
     job = re.match(r"(.+)-(node-0-0|master-0|worker-0)(\..*)?$", head)
     names: tuple[str, ...] = ()

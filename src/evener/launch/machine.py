@@ -1,7 +1,4 @@
-"""The facts of this machine that a launch is decided from: usable CPUs, chosen GPUs, the loopback interface.
-
-Measured once, before the decision, and handed to it as a value; the decision itself reads nothing.
-"""
+"""The facts of this machine that a launch is decided from, measured once; the decision itself reads nothing."""
 
 from __future__ import annotations
 
@@ -39,11 +36,5 @@ class Machine:
 
 def look(gpus: Gpus) -> Machine:
     """This machine now, with the GPUs that were chosen."""
-    return Machine(
-        gpus=gpus,
-        usable_cpus=usable_cpus(),
-        loopback="lo0" if sys.platform == "darwin" else "lo",
-        temporary=tempfile.gettempdir(),
-        python=sys.executable,
-        node_cpus=node_cpus(),
-    )
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return Machine(gpus, usable_cpus(), loopback, tempfile.gettempdir(), sys.executable, node_cpus())

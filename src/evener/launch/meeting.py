@@ -33,19 +33,12 @@ from evener.launch.failure import clean
 from evener.launch.layout import Layout, Round
 from evener.launch.supervise import Ending
 
-BEAT_SECONDS, LOST_SECONDS = 5.0, 30.0
-CHECK_SECONDS = 5.0
+BEAT_SECONDS, CHECK_SECONDS, LOST_SECONDS = 5.0, 5.0, 30.0
 
 # What a host may say, beside its beat. Anybody on the network can connect: what is of another form comes from no host.
 _TEXT, _TEXT_OR_NONE, _COUNT_OR_NONE = (str,), (str, type(None)), (int, type(None))
-_HELLO: dict[str, tuple[type, ...]] = {
-    "name": _TEXT,
-    "what": _TEXT,
-    "label": _TEXT_OR_NONE,
-    "job": _TEXT_OR_NONE,
-    "head": (bool,),
-}
-_HELLO |= {"rank": _COUNT_OR_NONE, "port": (int,), "nproc": (int,), "attempt": (int,)}
+_HELLO: dict[str, tuple[type, ...]] = {"name": _TEXT, "what": _TEXT, "label": _TEXT_OR_NONE, "job": _TEXT_OR_NONE}
+_HELLO |= {"head": (bool,), "rank": _COUNT_OR_NONE, "port": (int,), "nproc": (int,), "attempt": (int,)}
 _FORMS: dict[str, dict[str, tuple[type, ...]]] = {
     "hello": _HELLO,
     "checked": {"store": _TEXT_OR_NONE, "next": _TEXT_OR_NONE},

@@ -38,30 +38,18 @@ class Raised:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
-
-    Attributes:
-        how: "exception", "exit" (SystemExit), "finished", "interrupted", or None: no word from the rank itself, which
-            was killed, crashed, or left by `os._exit`.
-        code: The exit code; negative for a signal, as in `subprocess`; None when the agent did not say.
-        stopped: The agent asked it to stop, because another rank had failed before.
-        monotonic_ns: When, on the clock that all processes of the machine share; None without a record.
-        errors: The exception, then the ones behind it (its cause or context).
-        stack: Where it was when another rank had failed and asked, innermost first; empty: not asked, or no answer.
-        state: The kernel's letter for it then ("T" stopped, "D" in the kernel); None: not asked.
-        call: The collective that it was in, or had been in when it raised; "": none, or not known.
-    """
+    """How one rank ended."""
 
     rank: int
     pid: int | None = None
-    how: str | None = None
-    code: int | None = None
-    stopped: bool = False
-    monotonic_ns: int | None = None
-    errors: tuple[Raised, ...] = ()
-    stack: tuple[Line, ...] = ()
-    state: str | None = None
-    call: str = ""
+    how: str | None = None  # exception, exit (SystemExit), finished, interrupted; None: killed, crashed, or os._exit
+    code: int | None = None  # negative for a signal, as in `subprocess`; None when the agent did not say
+    stopped: bool = False  # the agent asked it to stop, because another rank had failed before
+    monotonic_ns: int | None = None  # on the clock that all processes of the machine share; None without a record
+    errors: tuple[Raised, ...] = ()  # the exception, then the ones behind it (its cause or context)
+    stack: tuple[Line, ...] = ()  # where it was when another had failed and asked, innermost first; (): no answer
+    state: str | None = None  # the kernel's letter for it then ("T" stopped, "D" in the kernel); None: not asked
+    call: str = ""  # the collective that it was in, or had been in when it raised; "": none, or not known
 
 
 def read_pids(logs: str, nproc: int, first: int = 0) -> dict[int, int]:
@@ -137,16 +125,12 @@ def _read(logs: str, rank: int, kind: str = "") -> dict[str, Any]:
     path = os.path.join(logs, f"rank{rank}{kind and '.'}{kind}.json")
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         value = json.load(file)
-        if isinstance(value, dict):
-            return value
+        return value if isinstance(value, dict) else {}
     return {}
 
 
 def _agents_account(path: str) -> tuple[dict[int, int], set[int]]:
-    """Exit code per rank and the process ids that the agent stopped, from its log.
-
-    The codes are in the events that it writes as JSON lines between its other messages; the stops are messages.
-    """
+    """Exit code per rank (in events, JSON lines of its log) and the process ids that the agent stopped (messages)."""
     codes: dict[int, int] = {}
     stopped: set[int] = set()
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:

@@ -28,12 +28,9 @@ class Attempt:
 def seconds_to_wait(attempts: list[Attempt], allowed: int, longest: float = LONGEST_SECONDS) -> float | str | None:
     """Seconds before the next attempt, or why there is none; None where nothing has to be said about it.
 
-    Args:
-        attempts: All so far, the newest last.
-        allowed, longest: How many restarts the user allows, and how many seconds before one.
+    attempts: all so far, the newest last. allowed, longest: how many restarts, and how many seconds before one.
     """
-    newest = attempts[-1].ending
-    failures = [one for one in attempts if one.ending.exit_code != EXIT_LESSON]
+    newest, failures = attempts[-1].ending, _failures(attempts)
     if newest.exit_code == EXIT_LESSON and not newest.stopped:  # not one of the user's restarts: it starts another cut
         lessons = len(attempts) - len(failures)
         return 1.0 if lessons <= _LESSONS else f"out of memory {lessons} times, with ever smaller cuts"
@@ -49,9 +46,12 @@ def seconds_to_wait(attempts: list[Attempt], allowed: int, longest: float = LONG
 
 def why_again(attempts: list[Attempt], allowed: int) -> str:
     """What the user is told about the next start."""
-    if attempts[-1].ending.exit_code == EXIT_LESSON:
-        return "start with the lesson"
-    return f"restart {sum(one.ending.exit_code != EXIT_LESSON for one in attempts)} of {allowed}"
+    lesson = attempts[-1].ending.exit_code == EXIT_LESSON
+    return "start with the lesson" if lesson else f"restart {len(_failures(attempts))} of {allowed}"
+
+
+def _failures(attempts: list[Attempt]) -> list[Attempt]:
+    return [one for one in attempts if one.ending.exit_code != EXIT_LESSON]
 
 
 def _same(one: Attempt, other: Attempt) -> bool:

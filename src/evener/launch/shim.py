@@ -2,17 +2,14 @@
 
     python shim.py JOB.json [-m] SCRIPT [ARGS...]
 
-Run by path and of the standard library only, so that nothing of evener, torch or numpy is imported into a process that
-did not ask for it. The script runs as `python SCRIPT ARGS` would run it: the same `sys.argv`, `sys.path[0]`,
-`__file__`, traceback and exit code, in a fresh `__main__` that stays (for pickled classes, child processes, exit
-handlers).
+Run by path and of the standard library only: nothing is imported into a process that did not ask for it. The script
+runs as `python SCRIPT ARGS` would run it: the same `sys.argv`, `sys.path[0]`, `__file__`, traceback and exit code, in a
+fresh `__main__` that stays (for pickled classes, child processes, exit handlers).
 
 JOB.json: {"supervisor": pid, "logs": folder, "console": {"1": path, "2": path}, "cpus": [[0, 1], ...] or [], "debug"}.
-The console paths are rank 0's; every other rank writes into its own log file. `cpus` are those of each rank.
-
-The record is `rank<N>.json` in the log folder: {"rank", "pid", "started"}, with "ended" added at the end. An exception
-is recorded as soon as it leaves the script, before exit handlers and process-group destruction, which may take long or
-fail themselves: what counts is the time order between ranks.
+The console paths are rank 0's; `cpus` are those of each rank. The record is `rank<N>.json` in the log folder: {"rank",
+"pid", "started"}, with "ended" as soon as an exception leaves the script, before exit handlers and the end of process
+groups, which may take long or fail themselves: what counts is the time order between ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
     module = sys.argv[2] == "-m"
-    target, args = (sys.argv[3], sys.argv[4:]) if module else (sys.argv[2], sys.argv[3:])
+    target, *args = sys.argv[2 + module :]
     rank = int(os.environ["RANK"])
     die_with_the_launcher(job["supervisor"])
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # torch's agent was started deaf to them, and hands that on
@@ -68,10 +65,7 @@ def main() -> None:
     if job.get("debug"):
         debug()
     try:
-        if module:
-            run_module(target, args)
-        else:
-            run_script(target, args)
+        run(target, args, as_module=module)
     except BaseException as error:
         # A request that comes twice must not end what is about to say how it ended.
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -238,35 +232,25 @@ def redirect(job: dict[str, Any], rank: int) -> None:
         os.close(target)
 
 
-def fresh_main(file: str | None) -> types.ModuleType:
-    """A new, permanent `__main__`, as the interpreter would have made it."""
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__builtins__=builtins, __spec__=None, __package__=None)
-    if file is not None:
-        module.__dict__.update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
-    sys.modules["__main__"] = module
-    return module
-
-
-def run_script(path: str, args: list[str]) -> None:
-    file = os.path.abspath(path)
-    sys.argv[:] = [path, *args]
+def run(target: str, args: list[str], *, as_module: bool) -> None:
+    """The script or module, in a new, permanent `__main__` as the interpreter would have made it."""
+    sys.argv[:] = [target, *args]  # of a module argv[0] becomes its path below, as `python -m` does
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
+        sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.realpath(target))
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __spec__=None, __package__=None)
+    if as_module:
+        sys.modules["__main__"] = main
+        # What the interpreter itself calls for -m. The public run_module works in a temporary module, which is gone
+        # when exit handlers run.
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]
+        return
+    file = os.path.abspath(target)
     with io.open_code(file) as stream:
         source = stream.read()
-    module = fresh_main(file)
-    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)  # noqa: S102  (the user's script: our task)
-
-
-def run_module(name: str, args: list[str]) -> None:
-    sys.argv[:] = [name, *args]  # argv[0] becomes the module's path below, as `python -m` does
-    if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()
-    fresh_main(None)
-    # The function that the interpreter itself calls for -m. The public run_module works in a temporary module, which is
-    # gone when exit handlers run.
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+    main.__dict__.update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
+    sys.modules["__main__"] = main
+    exec(compile(source, file, "exec", dont_inherit=True), main.__dict__)  # noqa: S102  (the user's script: our task)
 
 
 def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -311,8 +295,7 @@ class Record:
             keep(f"{self.path}.json", self.values)
 
     def end(self, how: str, code: int, errors: Sequence[dict[str, Any]] = ()) -> None:
-        # The clock that ranks of one machine are compared by is common to all processes, and never jumps.
-        times = {"time": time.time(), "monotonic_ns": time.monotonic_ns()}
+        times = {"time": time.time(), "monotonic_ns": time.monotonic_ns()}  # the second is common to all processes
         self.values["ended"] = {"how": how, "code": code, **times, "errors": list(errors)}
         self.write()
 
@@ -359,9 +342,8 @@ class Record:
             time.sleep(0.1)  # a stack is written in a millisecond; a stopped process writes none
 
     def look_at_gpus(self) -> None:
-        """`gpus.json`: who holds what on every GPU, read while this process has its own. The first to fail asks.
-
-        By a process of its own: a driver that hangs must not keep the rank, and nothing is imported into it.
+        """`gpus.json`: who holds what on every GPU while this process has its own. The first to fail asks, by another
+        process: a driver that hangs must not keep the rank.
         """
         path = os.path.join(os.path.dirname(self.path), "gpus.json")
         if not os.environ.get("CUDA_VISIBLE_DEVICES") or os.path.exists(path):

@@ -29,7 +29,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
 
 from evener.errors import EXIT_LESSON, EXIT_STOPPED, LaunchError
 from evener.launch import failure, hang, processes, records
@@ -81,17 +80,22 @@ def _folders(launch: Launch) -> Iterator[None]:
             os.mkdir(os.path.join(launch.private, name), 0o700)
         lock = os.open(os.path.join(launch.private, "lock"), os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
-        raise LaunchError(
-            "The folders of this job cannot be made.",
-            evidence=[str(error)],
-            fix=["--log-dir DIR puts the logs elsewhere", "TMPDIR=DIR moves the private folder"],
-        ) from error
+        fix = ["--log-dir DIR puts the logs elsewhere", "TMPDIR=DIR moves the private folder"]
+        raise LaunchError("The folders of this job cannot be made.", evidence=[str(error)], fix=fix) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         shutil.rmtree(launch.private, ignore_errors=True)
         os.close(lock)
+
+
+def hand_over(launch: Launch, job: Mapping[str, object]) -> None:
+    """What the shim and the ranks read: `job.json` and `plan.json` in the private folder."""
+    job = {"supervisor": os.getpid(), "logs": launch.logs, **job}
+    for name, text in (("job.json", json.dumps(job)), ("plan.json", launch.plan.to_json())):
+        with open(os.path.join(launch.private, name), "w", encoding="utf-8") as file:
+            file.write(text)
 
 
 def _sweep(temporary: str) -> None:
@@ -125,11 +129,7 @@ class _Supervisor:
     def run(self, environ: Mapping[str, str]) -> Ending:
         processes.adopt_orphans()
         launch = self.launch
-        job = {"supervisor": os.getpid(), "logs": launch.logs, "console": self.console.paths()}
-        job |= {"cpus": launch.cpus, "debug": launch.debug}
-        for name, text in (("job.json", json.dumps(job)), ("plan.json", launch.plan.to_json())):
-            with open(os.path.join(launch.private, name), "w", encoding="utf-8") as file:
-                file.write(text)
+        hand_over(launch, {"console": self.console.paths(), "cpus": launch.cpus, "debug": launch.debug})
         with self._signals():
             with open(os.path.join(launch.logs, "agent.log"), "ab") as agent_log:
                 # A session of its own: Ctrl-C at the terminal reaches the supervisor alone, which passes it on once.
@@ -146,18 +146,14 @@ class _Supervisor:
                 self._watch()
             finally:
                 self._end_descendants(gently=self.agent.returncode == 0 and self.received is None)
-        if any(channel.terminal for channel in self.console.unique()):
-            time.sleep(0.02)  # a terminal hands its last output on a moment after it was written
         self.console.drain()
         return self._ending()
-
-    # --- the loop -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """Signals become bytes on a socket, read by the loop; the handlers that were there come back afterwards."""
 
-        def handler(signum: int, frame: FrameType | None) -> None:
+        def handler(*_: object) -> None:
             pass  # its only use: with it, the signal is written to the wake-up socket instead of ending the process
 
         before: dict[signal.Signals, object] = {}
@@ -188,9 +184,8 @@ class _Supervisor:
             self._turn(0.1 if self.console.followers else 1.0)
             if self.launch.hang_after and self.hung is None and self.hang.is_there(ranks := self._ranks()):
                 self.hung, self.deadline = hang.described(self.launch.logs, ranks, self.hang.seconds), 0.0
-            if self.deadline == float("inf") and records.any_left_with(
-                EXIT_LESSON, self.launch.logs, self.launch.nproc, self.launch.first_rank
-            ):
+            place = self.launch.logs, self.launch.nproc, self.launch.first_rank
+            if self.deadline == float("inf") and records.any_left_with(EXIT_LESSON, *place):
                 # The others wait for it in a collective, where no request reaches them: they are ended here.
                 self.deadline = time.monotonic() + 0.5  # then TERM, and KILL 3 s later
 
@@ -204,8 +199,7 @@ class _Supervisor:
             with contextlib.suppress(BlockingIOError):
                 for number in self.wake_read.recv(4096):
                     self._on_signal(signal.Signals(number))
-        why = self.others()
-        if why is not None and self.received is None and not self.cut:
+        if (why := self.others()) is not None and self.received is None and not self.cut:
             self._end_for_others(why)
         self.console.follow()
         self._reap()
@@ -213,7 +207,7 @@ class _Supervisor:
     def _on_signal(self, signum: signal.Signals) -> None:
         if signum == signal.SIGWINCH:
             self.console.resize()
-            for pid in [pid for rank, pid in self._ranks().items() if rank == 0]:
+            if (pid := self._ranks().get(0)) is not None:
                 processes.send(pid, signal.SIGWINCH)
         elif signum in GRACE_SECONDS and self.received is not None:
             self.deadline = 0.0  # the second request: now
@@ -224,18 +218,19 @@ class _Supervisor:
             count = f"{self.launch.nproc} process{'es' * (self.launch.nproc > 1)}"
             say(f"{what}: stopping {count} (once more to kill at once)")
             ranks = self._ranks()
-            if signum not in (signal.SIGUSR1, signal.SIGUSR2) and len(ranks) == self.launch.nproc and not self._over():
+            warned = signum in (signal.SIGUSR1, signal.SIGUSR2)
+            if not warned and len(ranks) == self.launch.nproc and all(end.how is None for end in self._ends()):
                 self.waited = hang.stopped(self.launch.logs, ranks, signum)
             self._pass_on(signum)
 
     def _end_for_others(self, why: str) -> None:
+        signum, seconds = signal.SIGUSR1 if why == "regroup" else signal.SIGTERM, LOST_PEER_SECONDS
         if why == "failed":
-            self.cut, self.deadline = True, time.monotonic() + LOST_PEER_SECONDS
-            self._pass_on(signal.SIGTERM)
+            self.cut = True
         else:
-            self.received = signal.SIGTERM if why == "asked" else signal.SIGUSR1
-            self.deadline = time.monotonic() + GRACE_SECONDS[self.received]
-            self._pass_on(self.received)
+            self.received, seconds = signum, GRACE_SECONDS[signum]
+        self.deadline = time.monotonic() + seconds
+        self._pass_on(signum)
 
     def _pass_on(self, signum: signal.Signals) -> None:
         ranks = self._ranks()
@@ -249,10 +244,8 @@ class _Supervisor:
         pids = records.read_pids(self.launch.logs, self.launch.nproc, self.launch.first_rank)
         return {rank: pid for rank, pid in pids.items() if processes.is_child(pid, self.agent.pid)}
 
-    def _over(self) -> bool:
-        """Whether some rank's script has ended."""
-        ends = records.read_ends(self.launch.logs, self.launch.nproc, self.launch.first_rank)
-        return any(end.how is not None for end in ends)
+    def _ends(self) -> list[records.RankEnd]:
+        return records.read_ends(self.launch.logs, self.launch.nproc, self.launch.first_rank)
 
     def _reap(self) -> None:
         """Collects ended children: the agent, and the orphans that were adopted."""
@@ -260,8 +253,6 @@ class _Supervisor:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.agent.pid:
                     self.agent.returncode = os.waitstatus_to_exitcode(ended[1])
-
-    # --- the end ------------------------------------------------------------------------------------------------------
 
     def _end_descendants(self, *, gently: bool) -> None:
         """TERM, then KILL, for what is still running; own descendants only. The second signal skips the TERM."""
@@ -285,7 +276,7 @@ class _Supervisor:
             self._turn(0.02)
 
     def _ending(self) -> Ending:
-        ends = records.read_ends(self.launch.logs, self.launch.nproc, self.launch.first_rank)
+        ends = self._ends()
         if self.received is not None:
             # A rank that stopped in good order says so by its exit code (to be requeued, for example).
             codes = [end.code for end in ends if end.how == "exit" and end.code]
@@ -315,11 +306,11 @@ class _Supervisor:
     def _agent_failed(self) -> Ending:
         """The launcher's own trouble: no rank is to blame."""
         code, path = self.agent.returncode or 0, os.path.join(self.launch.logs, "agent.log")
-        text = f"torch's elastic agent ended with exit code {code}, and no rank reported an error"
-        if code < 0:
-            text = f"torch's elastic agent was killed by {failure.signal_name(-code)}; its ranks were stopped"
+        how = f"ended with exit code {code}, and no rank reported an error"
+        how = f"was killed by {failure.signal_name(-code)}; its ranks were stopped" if code < 0 else how
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = [line.rstrip() for line in file if line.strip() and not line.startswith("{")]
         evidence = [failure.clean(line, limit=200) for line in lines[-3:]]
-        error = LaunchError(text, evidence=[*evidence, f"log: {failure.relative(path, os.getcwd())}"])
+        evidence.append(f"log: {failure.relative(path, os.getcwd())}")
+        error = LaunchError(f"torch's elastic agent {how}", evidence=evidence)
         return Ending(128 - code if code < 0 else 1, error)

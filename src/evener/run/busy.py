@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 
-_SECONDS = 5.0
-
 
 class Busy(threading.Thread):
     """Asks NVML every few seconds, beside the training. A GPU that does not tell (MIG, no driver) stays unknown."""
 
-    def __init__(self, uuid: str, seconds: float = _SECONDS) -> None:
+    def __init__(self, uuid: str, seconds: float = 5.0) -> None:
         super().__init__(name="evener GPU utilisation", daemon=True)
         self.uuid, self.seconds = uuid, seconds
         self.percents: list[int] = []

@@ -38,9 +38,8 @@ def lesson_of(config: Config) -> tuple[Mapping[str, Any], list[str]]:
         learnt = json.loads((newest / FILE).read_text(encoding="utf-8"))["microbatch_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}, []
-    if config.resume == "never" or (newest / FINISHED).exists() or not isinstance(learnt, int) or learnt < 1:
-        return {}, []
-    if config.microbatch_size is not None and config.microbatch_size <= learnt:
+    over = config.resume == "never" or (newest / FINISHED).exists() or not isinstance(learnt, int) or learnt < 1
+    if over or (config.microbatch_size is not None and config.microbatch_size <= learnt):
         return {}, []
     learnt = min(learnt, config.global_batch_size)
     line = f"microbatch_size={learnt}, as learnt from running out of memory ({newest / FILE}; delete it to forget)"

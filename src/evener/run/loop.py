@@ -164,9 +164,9 @@ class Loop:
                     self.save(run.number)
                 else:
                     run.saving.compare_ranks()
-                if run._predicted and run.is_main:
+                if run._plan.predicted and run.is_main:
                     pulse = run._out.pulse
-                    line, peaks = compare(run._predicted, run.device, pulse.updates, pulse.waited + pulse.stepped)
+                    line, peaks = compare(run._plan.predicted, run.device, pulse.updates, pulse.waited + pulse.stepped)
                     console.say(line)
                     folder.event("peak", update=run.number - 1, **peaks)
                 seconds = time.perf_counter() - began

@@ -94,8 +94,7 @@ class Output:
         """Once a second, 20 us."""
         device = self.pulse.device
         used = torch.cuda.memory_allocated(device) if device.type == "cuda" else self.pulse.process.memory_info().rss
-        line = self.growth.add(number, used)
-        if line:
+        if line := self.growth.add(number, used):
             self.console.say(line)
             self.folder.event("warning", update=number, text=line)
 
@@ -108,24 +107,16 @@ class Output:
             event.synchronize()
         self.waiting = None
         update.landed(vector.tolist())
-        counted, computed = update.count, update.rows  # tokens, where the loss counts them
-        more: dict[str, Any] = (
-            {"count_per_second": speed * counted / computed} if computed and counted != computed else {}
-        )
         values = {"loss": update.loss, **update.metrics, "lr": update.lr}
         self.console.progress(done, total, {**values, "rows_per_second": speed})
-        self.folder.event(
-            "update",
-            update=update.number,
-            epoch=update.epoch,
-            loss=update.loss,
-            metrics=update.metrics,
-            lr=update.lr,
-            grad_norm=update.grad_norm,
-            rows_per_second=speed,
-            data_wait=round(data_wait, 4),
-            **more,
-        )
+        fields: dict[str, Any] = {
+            name: getattr(update, name) for name in ("epoch", "loss", "metrics", "lr", "grad_norm")
+        }
+        fields |= {"rows_per_second": speed, "data_wait": round(data_wait, 4)}
+        counted, computed = update.count, update.rows  # tokens, where the loss counts them
+        if computed and counted != computed:
+            fields["count_per_second"] = speed * counted / computed
+        self.folder.event("update", update=update.number, **fields)
         points: dict[str, float] = {f"train/{name}": value for name, value in values.items()}
         points |= {"train/grad_norm": update.grad_norm, "train/rows_per_second": speed}
         self.curves.log(points, update.number)

@@ -26,10 +26,8 @@ def compare(
     """
     expected = predicted["peak_allocated_bytes" if device.type == "cuda" else "device_total_bytes"]
     if device.type != predicted["device"]:
-        return f"memory was planned for {predicted['kind']}, and this is {device.type}", {
-            "predicted_bytes": expected,
-            "real_bytes": None,
-        }
+        other = f"memory was planned for {predicted['kind']}, and this is {device.type}"
+        return other, {"predicted_bytes": expected, "real_bytes": None}
     if device.type == "cuda":
         real = torch.cuda.max_memory_allocated(device)
     else:

@@ -47,14 +47,10 @@ class Preparing:
         before = batches.counted(given, rows, self.config.split)
         lost_before = "collate_fn" in self.makers and before is not None and before < rows
         who = "collate_fn" if lost_before else self.makers[-1]
-        raise DataError(
-            f"{who} was given {rows} rows and returned a batch of {found}.",
-            fix=[
-                "return a row for every row given",
-                'rows that cannot be read: on_bad_sample="skip" leaves them out, and they are counted right',
-                "a batch whose first dimension is not its rows: split=f(batch, start, stop)",
-            ],
-        )
+        fix = ["return a row for every row given"]
+        fix += ['rows that cannot be read: on_bad_sample="skip" leaves them out, and they are counted right']
+        fix += ["a batch whose first dimension is not its rows: split=f(batch, start, stop)"]
+        raise DataError(f"{who} was given {rows} rows and returned a batch of {found}.", fix=fix)
 
     def look(self, batch: Any) -> None:
         """Notes labels of -100, for a scalar loss that may not have them. Every batch, before it is copied."""

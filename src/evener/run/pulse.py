@@ -80,8 +80,8 @@ class Pulse:
         known = self.phases.take(waited, stepped, rest, updates) if self.phases is not None else None
         fields: dict[str, Any] = {"updates": updates, "seconds": round(waited + stepped + rest, 6), "split": None}
         if known is not None:
-            split, measured = known
-            fields |= {"split": {name: round(value, 6) for name, value in split.items()}, "measured_updates": measured}
+            split = {name: round(value, 6) for name, value in known[0].items()}
+            fields |= {"split": split, "measured_updates": known[1]}
         if self.device.type == "cuda":
             fields["memory_bytes"] = torch.cuda.memory_allocated(self.device)
             fields["gpu_utilization_percent"] = self.busy.take() if self.busy is not None else None

@@ -23,17 +23,8 @@ from evener.engine.setup import plain_name
 from evener.errors import UsageError
 
 ROWS = "dataset rows"  # the field of the identity that `accept_changed_data` lets go
-_SHARED = (
-    "global_batch_size",
-    "exact",
-    "drop_last",
-    "seed",
-    "schedule_by",
-    "max_grad_norm",
-    "ema",
-    "stream",
-    "batchnorm",
-)
+_SHARED = ["global_batch_size", "exact", "drop_last", "seed", "schedule_by", "max_grad_norm", "ema", "stream"]
+_SHARED += ["batchnorm"]
 FINISHED = "finished"  # a file in the run directory: the loop came to its end and the run was closed
 
 
@@ -42,16 +33,11 @@ def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]
     and everything about output are free.
     """
     about: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
-    about |= {
-        "slice_size": engine.cut.slice_size,
-        "coupled": engine.batch.coupled,
-        "order": config.order if isinstance(config.order, str | None) else "a function",
-        "precision": engine.precision.name,
-        ROWS: rows,  # None for a stream
-        "prepare": config.prepare is not None,
-        "parameters": {plain_name(name): _look(one) for name, one in engine.model.named_parameters()},
-        "buffers": {plain_name(name): _look(one) for name, one in engine.model.named_buffers()},
-    }
+    about |= {"slice_size": engine.cut.slice_size, "coupled": engine.batch.coupled, "precision": engine.precision.name}
+    about |= {"order": config.order if isinstance(config.order, str | None) else "a function"}
+    about |= {ROWS: rows, "prepare": config.prepare is not None}  # None: a stream
+    about["parameters"] = {plain_name(name): _look(one) for name, one in engine.model.named_parameters()}
+    about["buffers"] = {plain_name(name): _look(one) for name, one in engine.model.named_buffers()}
     lossy = {"saved_activations": config.saved_activations == "int8" and "int8"}
     lossy |= {name: getattr(config, name) for name in ("gradient_compression", "sync_every")}
     about |= {name: value for name, value in lossy.items() if value}
@@ -70,9 +56,8 @@ def identity(config: Config, engine: Engine, rows: int | None) -> dict[str, Any]
         if target.loss_scale is not None:
             about[f"{prefix} loss scale"] = target.loss_scale.settings
         scheduler = target.schedule.scheduler
-        about[f"schedule {name}".strip()] = (
-            "a function" if target.schedule.maker is not None else type(scheduler).__name__ if scheduler else None
-        )
+        made = "a function" if target.schedule.maker is not None else None
+        about[f"schedule {name}".strip()] = made or (type(scheduler).__name__ if scheduler else None)
         if hasattr(scheduler, "state_dict"):
             about[f"schedule {name} settings".replace("  ", " ")] = settings(scheduler.state_dict())
     return about
@@ -126,26 +111,17 @@ def marks_of(cursor: Cursor, stream: str | None, world_size: int) -> dict[str, A
 
 
 def mark_from(position: Mapping[str, Any], rank: int, world_size: int) -> Mark | None:
-    """This rank's mark from what `marks_of` made.
-
-    Raises:
-        UsageError: every rank read a stream of its own, and there are more or fewer ranks now.
-    """
+    """This rank's mark from `marks_of`. UsageError: ranks read streams of their own, and are more or fewer now."""
     saved = position.get("stream")
     if saved is None:
         return None
     marks, then = saved["marks"], saved["world_size"]  # None where the marks of all ranks are alike
     if then not in (None, world_size):
-        raise UsageError(
-            f"the checkpoint was written by {then} ranks in the middle of an epoch, each with a stream of its own"
-            f' (stream="mine"); now there are {world_size}.',
-            evidence=["which rows of the epoch the new streams would still have to give, nobody knows"],
-            fix=[
-                f"start {then} processes",
-                "at the end of an epoch any number can go on: save there",
-                'stream="split" can be resumed on any number of processes, everywhere',
-            ],
-        )
+        own = f'in the middle of an epoch, each with a stream of its own (stream="mine"); now there are {world_size}.'
+        evidence = ["which rows of the epoch the new streams would still have to give, nobody knows"]
+        fix = [f"start {then} processes", "at the end of an epoch any number can go on: save there"]
+        fix += ['stream="split" can be resumed on any number of processes, everywhere']
+        raise UsageError(f"the checkpoint was written by {then} ranks {own}", evidence=evidence, fix=fix)
     return Mark(*marks[0 if then is None else rank])
 
 
@@ -191,10 +167,6 @@ def siblings(wanted: Path) -> list[Path]:
     while (path := wanted.with_name(f"{wanted.name}-{len(found) + 1}")).is_dir():
         found.append(path)
     return found[::-1]
-
-
-def with_checkpoints(wanted: Path) -> list[Path]:
-    return [path for path in siblings(wanted) if (path / "checkpoints").is_dir()]
 
 
 def refuse(why: str, lines: list[str]) -> UsageError:

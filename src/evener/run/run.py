@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Unpack
 
 import torch
 
+from evener import __version__
 from evener.checkpoint.weights import export as export_weights
 from evener.config import Config, ConfigFile, RunKeywords, keyword_groups
 from evener.data import Portion, make_feed, source_of
@@ -27,7 +27,7 @@ from evener.engine.engine import Models, Optimizers
 from evener.engine.setup import check_function, check_model
 from evener.errors import LessonError, UsageError, show_errors_without_traceback
 from evener.measure.flops import FlopCounter, uncountable
-from evener.plan.handed import VARIABLE, read_plan
+from evener.plan.handed import VARIABLE, LaunchPlan, read_plan
 from evener.report.folder import script_name
 from evener.report.goodput import newest_update
 from evener.run.batch import Batch
@@ -59,13 +59,11 @@ class Run:
     Constructed on all ranks together. The same script runs under `python`, `evener run` and `torchrun`.
 
     Args:
-        model: A plain module, never wrapped; or {name: module}.
-        optimizer: Over the model's parameters; or {name: optimizer}, with `batches` and `step(batch, optimizer=name)`.
+        model, optimizer: Plain modules and optimizers, never wrapped; or {name: one}, with `batches` and `step`.
         loss_fn: `loss_fn(model, batch)` returns a scalar (the mean over its rows), a `Mean`, or (either, {name: Mean}).
-        dataset: Rows: a map-style dataset, tensors, or a DataLoader (taken for its dataset, collate_fn and workers);
-            with stream= what can only be iterated.
-        **keywords: See the table in docs/keywords.md; `global_batch_size` is required. `evener.toml`, then flags of
-            `evener run`, override them.
+        dataset: A map-style dataset, tensors, or a DataLoader (for its dataset, collate_fn and workers); with stream=
+            what can only be iterated.
+        **keywords: docs/keywords.md has them; `evener.toml`, then flags of `evener run`, override them.
 
     Raises:
         UsageError, ModelError, OptimizerError, DataError: before anything has run, with the fix.
@@ -84,27 +82,23 @@ class Run:
         for what, given in (("a model", model), ("an optimizer", optimizer), ("a dataset", dataset)):
             if given is None:
                 raise UsageError(f"Run needs {what}.", fix=["Run(model, optimizer, loss_fn, dataset, ...)"])
-        plan = read_plan()
-        flags, decided = (plan.overrides, plan.decided) if plan is not None else (None, None)
-        self.config = config = Config.merge(keywords, ConfigFile.find(), flags, plan=decided)
-        if plan is not None and plan.capture is not None:
+        self._plan = plan = read_plan() or LaunchPlan(run_id="")
+        self.config = config = Config.merge(keywords, ConfigFile.find(), plan.overrides, plan=plan.decided)
+        if plan.capture is not None:
             from evener.run.capture import serve
 
             serve(config, model, optimizer, loss_fn, dataset, plan.capture)
-        self._predicted = plan.predicted if plan is not None else {}
-        self._job: str | None = plan.run_id if plan is not None else None
-        self._attempt = plan.attempt if plan is not None else 0
-        self._beat = Beat(plan.beats if plan is not None else None, here().rank)
+        self._beat = Beat(plan.beats, here().rank)
         self._beat.begin()
-        if plan is not None:
+        if plan.run_id:
             # Overrides are for the script's first Run.
             os.environ[VARIABLE] = replace(plan, overrides={}, decided={}, predicted={}, trial=None).to_json()
         source = source_of(dataset, config.stream)
-        self.device = devices.device(plan.device if plan else None)
-        self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store if plan else None)
+        self.device = devices.device(plan.device)
+        self.group = Group(self.device, timeout=config.timeout, store_dir=plan.store)
         learnt, where = comm.broadcast(lesson_of(config) if self.is_main else None)
         if learnt:
-            self.config = config = Config.merge(keywords, ConfigFile.find(), flags, learnt, plan=decided)
+            self.config = config = Config.merge(keywords, ConfigFile.find(), plan.overrides, learnt, plan=plan.decided)
         self.loop = Loop(self)
         self._portions: dict[int, Portion] = {}  # of this update and of those whose flags have not landed
         self._closed = True  # until it is open
@@ -112,16 +106,15 @@ class Run:
         self._before: list[tuple[str, int, dict[str, Any]]] = []  # events from before there was a run directory
         weight_notes, fill = give_values(model, config, self.device, self.world_size)
         how: dict[str, Any] = {name: getattr(config, name) for name in _OF_ENGINE}
-        # prepare sees a whole slice (mixup couples its rows), so slices must be whole.
-        how["coupled"] = True if config.prepare is not None and config.coupled is None else config.coupled
         if config.prepare is not None:
             check_function("prepare", config.prepare, "prepare(batch, generator)")
+            how["coupled"] = config.coupled is None or config.coupled  # it sees a whole slice: mixup couples its rows
         how |= {"device": self.device, "group": self.group, "fill": fill, "report": self._report}
         self.engine = Engine(model, optimizer, loss_fn, **how)
         try:
             self._phases = phases_of(self.device)
-            if self._phases is not None:
-                self.engine.lap = self._phases.lap
+            lap = self._phases.lap if self._phases is not None else None
+            self.engine.lap = lap or self.engine.lap
             self._prepared = Preparing(config, self.engine, source.collate_fn)
             self.feed = make_feed(
                 source,
@@ -131,7 +124,7 @@ class Run:
                 local_world_size=self.group.place.local_world_size,
                 cut=self.engine.cut.pieces,
                 device=self.device,
-                lap=self._phases.lap if self._phases is not None else None,
+                lap=lap,
                 inspect=self._prepared.look,
                 say=self._say,
             )
@@ -139,15 +132,14 @@ class Run:
             self.profile = Profile(config.profile, self.device, lambda line: self._out.console.say(line))
             about = identity(config, self.engine, None if source.stream else source.rows)
             self.saving = Saving(config, self.engine, about, code_of(self.engine.model))
-            silent = [cpu_beside_gpus(self.device, plan is not None and plan.device == "cpu")]
-            silent += list(strays(self.engine.model, self.device))
+            silent = [cpu_beside_gpus(self.device, plan.device == "cpu"), *strays(self.engine.model, self.device)]
             self._begin([*source.notes, *weight_notes, *where, *(line for line in silent if line)])
         except BaseException:
             self.engine.close()  # nobody else will: its hooks and settings go
             raise
         # The second update that is made here is counted: the first also makes what later ones only use.
-        self._counts_at = self.number + 1 if self.is_main and (plan is None or plan.trial is None) else -1
-        self._watch = Watch(self, plan.trial) if plan is not None and plan.trial is not None else None
+        self._counts_at = self.number + 1 if self.is_main and plan.trial is None else -1
+        self._watch = Watch(self, plan.trial) if plan.trial is not None else None
         self._closed = False
         self._beat.end()
         # Not the bound method: a model and its optimizer would stay in memory until the process ends.
@@ -159,7 +151,8 @@ class Run:
         config = self.config
         wanted = Path(config.dir) if config.dir is not None else Path("runs") / script_name()
         with self.group.call("the constructor of Run or Engine"):
-            path, saved, notes = self.saving.find(wanted, self.is_main, self._job if self._attempt else None)
+            restarted = self._plan.run_id if self._plan.attempt else None
+            path, saved, notes = self.saving.find(wanted, self.is_main, restarted)
         reached = newest_update(path) if path is not None and self.is_main else None
         self._output = Output(self.is_main, path or config.dir, config.logger, continues=path is not None)
         self.path: Path = Path(comm.broadcast(str(self._output.folder.path) if self.is_main else None))
@@ -169,27 +162,16 @@ class Run:
         self._output.pulse.open(self.path, self.device, **ranks)
         folder = self._output.folder
         folder.write_config(config.as_json())
-        versions = {"evener": _version(), "torch": torch.__version__}
-        world = self.group.world_size
-        folder.event(
-            "start",
-            world_size=world,
-            machines=-(-world // self.group.place.local_world_size),
-            versions=versions,
-            device=str(self.device),
-            job=self._job,
-            attempt=self._attempt,
-            **(circumstances(self.engine.model, self.device) if self.is_main else {}),
-        )
-        line = self.contract_line()
-        self._output.console.contract(line)
-        folder.event("contract", line=line)
+        about = circumstances(self.engine.model, self.device) if self.is_main else {}
+        about |= {"versions": {"evener": __version__, "torch": torch.__version__}, "device": str(self.device)}
+        about |= {"world_size": self.world_size, "machines": -(-self.world_size // self.group.place.local_world_size)}
+        folder.event("start", job=self._plan.run_id or None, attempt=self._plan.attempt, **about)
+        self._tell_contract()
         if notes and saved is None:
             notes.append(f"this run goes to {self.path}")
-        rows = self.feed.length(0)
-        if rows is not None and rows < config.global_batch_size:
-            less = f"less than the global batch of {config.global_batch_size}: one update"
-            notes.append(f"an epoch has {rows} rows, {less}")
+        rows, size = self.feed.length(0), config.global_batch_size
+        if rows is not None and rows < size:
+            notes.append(f"an epoch has {rows} rows, less than the global batch of {size}: one update")
         for note in (*notes, *source_notes, *self.engine.notes):
             self._say(note)
         for event in self._before:
@@ -200,8 +182,6 @@ class Run:
             more = f" ({self.number + redone} were made)" if redone else ""
             self._output.console.say(f"  continues {self.path} after {self.number} updates{more}")
             folder.event("resume", update=self.number - 1, checkpoint=f"update-{self.number}", redone_updates=redone)
-
-    # ------------------------------------------------------------------------------------------------ what it is
 
     @property
     def model(self) -> Any:
@@ -226,8 +206,8 @@ class Run:
     @property
     def optimizer(self) -> Any:
         """The optimizer, or {name: optimizer}, as it was given."""
-        optimizers = {name: target.optimizer for name, target in self.engine.targets.items()}
-        return optimizers if len(optimizers) > 1 else self.engine.optimizer
+        targets = self.engine.targets
+        return {name: one.optimizer for name, one in targets.items()} if len(targets) > 1 else self.engine.optimizer
 
     @property
     def scheduler(self) -> Any:
@@ -260,17 +240,11 @@ class Run:
         """`global batch 512 = 4 ranks x 8 microbatches x 16 · bf16 · ddp · ...`"""
         return contract_of(self.config, self.engine, self.feed.length(0) or self.config.global_batch_size)
 
-    # ------------------------------------------------------------------------------------------------ training
-
     def updates(self, *, updates: int | None = None, epochs: int | None = None) -> Iterator[Update]:
         """Train and yield every `Update`; the body of the loop belongs to its update. Collective.
 
-        A checkpoint is written when the loop asks for the next update, so the body runs at least once.
-
-        Args:
-            updates: Stop when so many updates were made since the run began.
-            epochs: Stop when so many epochs were made. Exactly one of the two. How many updates the epochs of a stream
-                have nobody knows: a scheduler= that is a function of the total needs updates=.
+        A checkpoint is written when the loop asks for the next update, so the body runs at least once. Exactly one of
+        `updates` and `epochs`, counted since the run began; a stream's scheduler= of the total needs updates=.
 
         Raises:
             Stopped: a stop was asked for (a signal, `stop()`): the checkpoint is written.
@@ -284,18 +258,15 @@ class Run:
     def batches(self, *, batches: int | None = None, epochs: int | None = None) -> Iterator[Batch]:
         """Yield global batches for `step`: several optimizers in turns, or several updates per batch. Collective.
 
-        Args:
-            batches: Stop when so many batches were used since the run began.
-            epochs: Stop when so many epochs were used. Exactly one of the two.
+        Exactly one of `batches` and `epochs`, counted since the run began.
         """
         return self.loop.over_batches(batches, epochs)
 
     def step(self, batch: Batch, *, loss_fn: Callable[..., Any] | None = None, optimizer: str | None = None) -> Update:
         """One update on a batch of `batches`. Collective.
 
-        Args:
-            loss_fn: Gets what the run was given (one model, or all of them by name); by default the run's own.
-            optimizer: Which one, where there are several: only its parameters receive gradients.
+        `loss_fn` (by default the run's own) gets what the run was given: one model, or all of them by name. `optimizer`
+        says which one, where there are several: only its parameters receive gradients.
         """
         if not isinstance(batch, Batch):
             fix = ["for batch in run.batches(epochs=10): run.step(batch, ...)", "evener.Engine takes your own batches"]
@@ -305,7 +276,12 @@ class Run:
         self._portions = {number: self._portions[number] for number in waiting} | {self.number: portion}
         self.profile.at(self.number, self.path, self.rank)
         counts = self.number == self._counts_at
-        why = self._uncounted() if counts else ""
+        why = ""
+        if counts and len(self.engine.targets) > 1:
+            why = "several optimizers: one update is not like another"
+        elif counts:
+            dp = "dp computes in threads, where nothing can be counted"
+            why = dp if self.engine.strategy == "dp" else uncountable(self.config.exact)
         counter = FlopCounter() if counts and not why else None
         try:
             with counter or contextlib.nullcontext():
@@ -327,14 +303,6 @@ class Run:
             self._watch.stepped(batch, update)
         return update
 
-    def _uncounted(self) -> str:
-        """Why the operations of an update are not counted; empty where they are."""
-        if len(self.engine.targets) > 1:
-            return "several optimizers: one update is not like another"
-        if self.engine.strategy == "dp":
-            return "dp computes in threads, where nothing can be counted"
-        return uncountable(self.config.exact)
-
     def _tell_flops(self, number: int, rows: int, counter: FlopCounter | None, why: str) -> None:
         why = counter.why if counter is not None else why
         rows = sum(stop - start for start, stop in self.engine.cut.pieces(rows))  # of rank 0
@@ -343,19 +311,19 @@ class Run:
         self._out.folder.event("flops", update=number, **fields)
 
     def stop(self, reason: str = "run.stop() was called") -> None:
-        """Ask for a stop: the next time the loop asks for an update, every rank saves and raises `Stopped`.
-
-        May be called on one rank alone; no communication of its own.
-        """
+        """Called on any rank: when the loop asks for its next update, every rank saves and raises `Stopped`."""
         self.loop.stop_reason = reason
         self.engine.asks_to_stop = 1.0
+
+    def _tell_contract(self, **at: int) -> None:
+        line = self.contract_line()
+        self._out.console.contract(line)
+        self._out.folder.event("contract", line=line, **at)
 
     def _say(self, text: str) -> None:
         """A line on the console, and in the events; called on all ranks, shown by rank 0."""
         self._out.console.say(f"  {text}")
         self._out.folder.event("warning", text=text)
-
-    # ------------------------------------------------------------------------------------------------ between updates
 
     def evaluate(
         self,
@@ -370,8 +338,7 @@ class Run:
         Leaves no trace: generators, buffers and train/eval modes (per module) are as before.
 
         Args:
-            metric_fn: As a loss_fn, or returning {name: Mean}; by default the run's loss_fn.
-            model: Another module to evaluate; by default the run's model.
+            metric_fn: As a loss_fn, or returning {name: Mean}; by default the run's own. model: By default the run's.
             batch_size: Rows at once on one rank; by default the training's largest piece, at least 64.
         """
         if metric_fn is not None:
@@ -379,9 +346,13 @@ class Run:
         if self._watch is not None and (known := self._watch.answer()) is not None:
             return known
         began = time.perf_counter()
-        fn = metric_fn if metric_fn is not None else self._loss_fn()
+        if (fn := self.engine.loss_fn if metric_fn is None else metric_fn) is None:
+            what = "evaluate needs a metric_fn: the run has no loss_fn of its own."
+            raise UsageError(what, fix=["evaluate(data, fn)"])
         means, rows = evaluate(Walk(self, dataset, model, batch_size), fn)
-        self._out.folder.event("evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=_since(began))
+        self._out.folder.event(
+            "evaluate", update=self.number - 1, metrics=means, rows=rows, seconds=time.perf_counter() - began
+        )
         self.log({f"evaluate/{name}": value for name, value in means.items()})
         if self._watch is not None:
             self._watch.evaluated(means)
@@ -403,10 +374,7 @@ class Run:
         return predict(Walk(self, dataset, model, batch_size), fn)
 
     def register(self, name: str, thing: Any) -> None:
-        """Save and restore an object with state_dict() and load_state_dict() together with the run.
-
-        After a resume its saved state is loaded at once. Called on all ranks.
-        """
+        """Save and restore an object with state_dict() and load_state_dict() with the run; after a resume at once."""
         if not isinstance(name, str):
             raise UsageError(f"register({name!r}, ...): the name comes first.", fix=['run.register("name", thing)'])
         self.saving.register(name, thing)
@@ -435,12 +403,6 @@ class Run:
             whole = shards.state_dict() if shards is not None else None
             export_weights(whole or (self.engine.model if model is None else model), Path(path))
 
-    def _loss_fn(self) -> MetricFn:
-        if self.engine.loss_fn is None:
-            what = "evaluate needs a metric_fn: the run has no loss_fn of its own."
-            raise UsageError(what, fix=["evaluate(data, fn)"])
-        return self.engine.loss_fn
-
     def print(self, *values: object) -> None:
         """print() on rank 0 only, above the progress bar. No communication."""
         if self.is_main:
@@ -456,8 +418,6 @@ class Run:
         """sha256 over parameters, buffers and optimizer state, the same wherever they are bit-equal. Collective."""
         return self.engine.digest()
 
-    # ------------------------------------------------------------------------------------------------ the end
-
     def close(self) -> None:
         """Read what is still on its way, end data workers, close files. Safe to call twice; no communication.
 
@@ -466,11 +426,9 @@ class Run:
         """
         if self._closed:
             return
-        self._closed = True
-        atexit.unregister(self._at_exit)
+        self._closes()
         if (error := uncaught()) is not None and error is not self.loop.error_before:
-            self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
-        self.feed.close()
+            self._tell_error(error)
         self.saving.landed(wait=True)
         self._mark_finished()
         self.profile.stop(self.path, self.rank)  # the loop was left inside of the range
@@ -482,16 +440,17 @@ class Run:
             raise self.saving.failed
 
     def __del__(self) -> None:
-        # Dropped without close(): memory, files and workers are given back. What the whole process shares (its group,
-        # pinned settings) stays: another run may use it. So does the claim on the directory: when a run is collected
-        # is chance.
-        if getattr(self, "_closed", True):
-            return
+        # Dropped without close(): what the whole process shares (its group, pinned settings) stays for another run, and
+        # so does the claim on the directory: when a run is collected is chance.
+        if not getattr(self, "_closed", True):
+            self._closes()
+            self._mark_finished()
+            self._out.close()
+
+    def _closes(self) -> None:
         self._closed = True
         atexit.unregister(self._at_exit)
         self.feed.close()
-        self._mark_finished()
-        self._out.close()
 
     def _mark_finished(self) -> None:
         """The loop came to its end and no exception ended the script since: there is nothing to continue."""
@@ -499,20 +458,21 @@ class Run:
             try:
                 (self.path / FINISHED).write_text(f"{self.number} updates\n", encoding="ascii")
             except OSError as error:
-                why = f"({error.strerror}): a next run would continue it"
-                self._say(f"{self.path} could not be marked as finished {why}")
+                what = f"{self.path} could not be marked as finished"
+                self._say(f"{what} ({error.strerror}): a next run would continue it")
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.loop.ended, self.saving.failed = False, None  # one error is enough
-        if error is not None and not isinstance(error, SystemExit):
-            self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
+            if not isinstance(error, SystemExit):
+                self._tell_error(error)
         self.close()
+
+    def _tell_error(self, error: BaseException) -> None:
+        self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
 
     def _report(self, kind: str, update: int, fields: dict[str, Any]) -> None:
         """Events of the engine: into events.jsonl with the rows they concern, and in words on the console."""
@@ -522,28 +482,14 @@ class Run:
         if kind in ("skip", "zero_count"):
             fields = {"row_ids": self._portions[update].ids().tolist(), **fields}
         self._out.folder.event(kind, update=update, rank=self.rank, **fields)
-        line = in_words(kind, update, fields)
-        if line:
+        if line := in_words(kind, update, fields):
             self._out.console.say(line)
         if kind == "oom" and update == self._counts_at:
             self._counts_at += 1  # what was made twice was counted twice
         if kind in ("oom", "grow"):  # the product stays, its factors have changed
-            line = self.contract_line()
-            self._out.console.contract(line)
-            self._out.folder.event("contract", update=update, line=line)
+            self._tell_contract(update=update)
 
 
 def _close(run: weakref.ref[Run]) -> None:
-    alive = run()
-    if alive is not None:
+    if (alive := run()) is not None:
         alive.close()
-
-
-def _since(began: float) -> float:
-    return time.perf_counter() - began
-
-
-def _version() -> str:
-    from evener import __version__
-
-    return __version__

@@ -24,7 +24,7 @@ from evener.errors import CheckpointError, UsageError
 from evener.report.events import read_events
 from evener.report.folder import in_use
 from evener.run.output import Output
-from evener.run.resume import FINISHED, ROWS, changed_code, differences, refuse, with_checkpoints, with_other_data
+from evener.run.resume import FINISHED, ROWS, changed_code, differences, refuse, siblings, with_other_data
 
 
 def began(folder: Path) -> str | None:
@@ -37,10 +37,7 @@ def began(folder: Path) -> str | None:
 
 
 class Saving:
-    """The checkpoints of one run: engine, registered objects, the user's own values, generators, the data position.
-
-    `find`, `open`, `write`, `read` and `restore` are called on all ranks together.
-    """
+    """What one run saves: engine, registered objects, the user's values, generators, the data position. Collective."""
 
     def __init__(self, config: Config, engine: Engine, identity: Mapping[str, Any], code: Mapping[str, Any]) -> None:
         self.config, self.engine, self.identity, self.code = config, engine, identity, code
@@ -62,16 +59,15 @@ class Saving:
         """(directory to continue, its state, lines to show). Newest first. Rank 0's disk decides for all.
 
         A job that was `restarted` (its name) goes on with what it began itself: a run that it had finished is finished.
-
-        Raises:
-            UsageError: `resume="must"` and nothing fits.
+        UsageError: `resume="must"` and nothing fits.
         """
         lines: list[str] = []
         if self.config.resume == "never":
             return None, None, lines
         there = [
             (str(path), (path / FINISHED).exists(), in_use(path), restarted is not None and began(path) == restarted)
-            for path in (with_checkpoints(wanted) if is_main else ())
+            for path in (siblings(wanted) if is_main else ())
+            if (path / "checkpoints").is_dir()
         ]
         for name, finished, used, ours in comm.broadcast(there):
             if used:
@@ -170,14 +166,9 @@ class Saving:
                 },
                 "run": {**position, "state": self.state},
             }
-            about = {
-                "update": number,
-                "identity": self.identity,
-                "code": self.code,
-                "fingerprint": self._fingerprint(),
-                "versions": {"torch": str(torch.__version__), "numpy": numpy.__version__, "evener": __version__},
-                "world_size": here().world_size,
-            }
+            versions = {"torch": str(torch.__version__), "numpy": numpy.__version__, "evener": __version__}
+            about = {"update": number, "identity": self.identity, "code": self.code, "versions": versions}
+            about |= {"fingerprint": self._fingerprint(), "world_size": here().world_size}
             if isinstance(name, int):
                 self.saved_at = (number, time.monotonic())
             if behind:

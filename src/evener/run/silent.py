@@ -61,10 +61,7 @@ class Growth:
         del self.samples[0]
         if grown < max(_LEAST_BYTES, _LEAST_SHARE * low) or high - half < grown / 3 or last == first:
             return None
-        self.said = True
-        each = grown / (last - first)
-        return (
-            f"memory in use grows with every update: {grown / 2**20:,.0f} MiB in {last - first:,} updates, "
-            f"{each / 2**10:,.0f} KiB each. Unless rows are being cached: a list that keeps losses or outputs keeps "
-            "their graphs, loss.item() or tensor.detach() do not"
-        )
+        self.said, updates = True, last - first
+        much = f"{grown / 2**20:,.0f} MiB in {updates:,} updates, {grown / updates / 2**10:,.0f} KiB each"
+        keeps = "a list that keeps losses or outputs keeps their graphs, loss.item() or tensor.detach() do not"
+        return f"memory in use grows with every update: {much}. Unless rows are being cached: {keeps}"

@@ -41,7 +41,6 @@ def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
         return
     names = [name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
     before: dict[int, Any] = {}
-
     first: dict[int, float] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -58,7 +57,7 @@ def stop_signals(ask: Callable[[str], None]) -> Iterator[None]:
 
     for name in names:
         number = getattr(signal, name)
-        before[number] = signal.getsignal(number)
+        before[number] = signal.getsignal(number)  # known before the handler may need it
         signal.signal(number, handle)
     try:
         yield

@@ -17,7 +17,7 @@ import random
 import signal
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 _LARGE = 1 << 26  # bytes of a thing beside the run's state that are still hashed after every batch
 _ROOM = 1 << 30  # bytes of tensors that a trace may keep after every batch; else after those asked for only
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, numpy.generic)
+_GENERATORS: dict[type, Callable[[Any], Any]] = {
+    torch.Generator: torch.Generator.get_state,
+    random.Random: random.Random.getstate,
+    numpy.random.Generator: lambda one: one.bit_generator.state,
+    numpy.random.RandomState: lambda one: one.get_state(legacy=False),
+}
 
 
 class Watch:
@@ -76,27 +82,17 @@ class Watch:
         for target in run.engine.targets.values():
             target.optimizer.register_step_pre_hook(functools.partial(self._before_optimizer, target.parameters))
 
-    # ----------------------------------------------------------------------------------------------- what the run calls
-
     def begin(self) -> None:
         """Before the first batch of this process; a resumed run stands where it was restored to."""
         if self.begun:
             return
         self.begun = True
-        engine, config = self.run.engine, self.run.config
-        pieces = engine.cut.pieces(config.global_batch_size)
+        engine, config, size = self.run.engine, self.run.config, self.run.config.global_batch_size
         columns = isinstance(self.run.feed.source.dataset, Columns)
-        about = {
-            "world_size": self.run.world_size,
-            "global_batch_size": config.global_batch_size,
-            "largest_piece": max((stop - start for start, stop in pieces), default=0),
-            "slice_size": engine.cut.slice_size,
-            "exact": engine.batch.exact,
-            "precision": engine.precision.name,
-            "reads": "stream" if config.stream else "columns" if columns else "rows",
-            "number": self.run.number,
-            "compile": config.compile,
-        }
+        about: dict[str, Any] = {"global_batch_size": size, "number": self.run.number, "compile": config.compile}
+        about |= {"largest_piece": max((stop - start for start, stop in engine.cut.pieces(size)), default=0)}
+        about |= {"slice_size": engine.cut.slice_size, "exact": engine.batch.exact, "precision": engine.precision.name}
+        about |= {"reads": "stream" if config.stream else "columns" if columns else "rows"}
         self._write("begin", batch=self.run.loop.batches, **about, **self._there())
 
     def stepped(self, batch: Batch, update: Any) -> None:
@@ -104,8 +100,7 @@ class Watch:
         if batch is not self.batch:
             self.batch = batch
             self.rows = list(self._row_digests(batch))
-        values = {name: getattr(update, name) for name in ("number", "loss", "lr", "grad_norm", "count", "skipped")}
-        self.updates.append({**values, "metrics": update.metrics})
+        self.updates.append({name: getattr(update, name) for name in ("loss", "lr", "skipped")})
 
     def between(self) -> None:
         """The loop asks for the next batch: write down the one that is done. Ends the process after the last one."""
@@ -144,7 +139,8 @@ class Watch:
             again["rows"] = [self.first_rows, self._gathered(found)]
         order = getattr(feed, "order", None)
         if isinstance(order, Order) and callable(order.kind):
-            both = [(o.indices(e, 0, o.length(e)).tolist(), e) for o in (order, _fresh(order)) for e in (1, 0)]
+            twice = (order, Order(order.rows, order.seed, order.kind))
+            both = [(o.indices(e, 0, o.length(e)).tolist(), e) for o in twice for e in (1, 0)]
             again["order"] = [[digest(ids) for ids, epoch in both if epoch == e] for e in (0, 1)]
         self._write("end", **again)
 
@@ -157,8 +153,6 @@ class Watch:
             update = step(*args, **how)
         self.operations, self.injected = mode.count, self.injected + mode.raised
         return update
-
-    # ------------------------------------------------------------------------------------------------ what is there
 
     def _turn(self, done: int, portion: Portion) -> None:
         rows = self._gathered(self.rows)
@@ -319,8 +313,8 @@ def digest(value: Any, user: frozenset[str] = frozenset(), *, limit: int | None 
 
 
 def _add(total: Any, value: Any, user: frozenset[str], limit: int | None, depth: int) -> None:
-    if isinstance(value, torch.Generator):
-        value = value.get_state()
+    for kind, state_of in _GENERATORS.items():
+        value = state_of(value) if isinstance(value, kind) else value
     if isinstance(value, torch.Tensor):
         total.update(f"{value.dtype} {tuple(value.shape)}".encode())
         if not value.is_meta and (limit is None or value.nbytes <= limit) and value.layout is torch.strided:
@@ -330,12 +324,6 @@ def _add(total: Any, value: Any, user: frozenset[str], limit: int | None, depth:
         total.update(f"{value.dtype} {value.shape}".encode())
         total.update(b"" if limit is not None and value.nbytes > limit else numpy.ascontiguousarray(value).tobytes())
         return
-    if isinstance(value, random.Random):
-        value = value.getstate()
-    elif isinstance(value, numpy.random.Generator):
-        value = value.bit_generator.state
-    elif isinstance(value, numpy.random.RandomState):
-        value = value.get_state(legacy=False)
     total.update(type(value).__name__.encode())
     if isinstance(value, _PLAIN) or type(value).__module__ == "itertools":
         total.update(repr(value).encode())
@@ -366,10 +354,6 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """On the CPU, in a dtype that numpy has too."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype.itemsize < 4 and tensor.is_floating_point() else tensor).contiguous().clone()
-
-
-def _fresh(order: Order) -> Order:
-    return Order(order.rows, order.seed, order.kind)
 
 
 def _content(cell: Any) -> Any:

@@ -29,11 +29,9 @@ def contract_of(config: Config, engine: Engine, rows: int) -> str:
     if (limit := engine.ladder.smallest()) is not None:
         ranks = [tuple(piece for whole in pieces for piece in chop(*whole, limit)) for pieces in ranks]
     target = next(iter(engine.targets.values()))
-    schedule = target.schedule
-    by: str | None = "metric" if schedule.by_user else schedule.by
-    if schedule.scheduler is None and schedule.maker is None:
-        by = None
-    words = engine.words()
+    schedule, words = target.schedule, engine.words()
+    scheduled = schedule.scheduler is not None or schedule.maker is not None
+    by: str | None = ("metric" if schedule.by_user else schedule.by) if scheduled else None
     return contract_line(
         Contract(
             global_batch_size=size,

@@ -4,12 +4,11 @@ The order of looking is the order of causes: what was there before the batch, wh
 rate, the loss, the gradient, and what is there after it.
 
 Levels. "bits": everything the run's checkpoints hold, every loss, every gradient. "close": for another cut in fast
-mode, where sums are taken in another order. What precedes the first batch is still compared to the bit; the gradient of
-every batch, element by element, to TOLERANCE times its largest element; the loss to the same share of itself. That is
-the promise for the first batch, which starts from the same parameters. From then on these differ by rounding (an Adam
-step turns a gradient of 1e-9 and one of -1e-9 into opposite steps of the same size), so later batches are held to
-GROWTH times that: a fault shows, rounding does not. "distribution": random layers in fast mode draw per rank and
-microbatch; only what precedes them can be compared.
+mode. What precedes the first batch is still compared to the bit; the gradient of every batch, element by element, to
+TOLERANCE times its largest element; the loss to the same share of itself. From the second batch on parameters differ by
+rounding (an Adam step turns gradients of 1e-9 and -1e-9 into opposite steps of the same size): later batches are
+held to GROWTH times that. "distribution": random layers in fast mode draw per rank and microbatch; only what precedes
+them can be compared.
 """
 
 from __future__ import annotations
@@ -106,15 +105,15 @@ def compare(ref: Trace, case: Trace, level: Level, noise: frozenset[str] = froze
     before = ref.there(start)
     found = (*_unequal(before, case.begin, "state"), *_unequal(before, case.begin, "run.state", "run.state ", noise))
     if found:
-        return Comparison("different", worst, found, start, True, tuple(_suspects(before, case.begin, noise)))
+        return Comparison("different", worst, found, start, True, tuple(differing(before, case.begin, noise)))
     gradient = _gradient(ref, case, start)[0] if level == "close" else None
     for batch in range(start, last + 1):
         if batch not in case.batches:
             text = f"it made {len(case.batches) + start} batches, not {last + 1}"
             return Comparison("different", worst, (Finding("the number of batches", text),), batch)
         if found := tuple(_batch(ref, case, batch, level, noise)):
-            earlier = _suspects(ref.there(batch), case.there(batch), noise)
-            later = _suspects(ref.batches[batch], case.batches[batch], noise)
+            earlier = differing(ref.there(batch), case.there(batch), noise)
+            later = differing(ref.batches[batch], case.batches[batch], noise)
             suspects = tuple(dict.fromkeys([*earlier, *later]))
             return Comparison("different", worst, found, batch, False, suspects, gradient)
     equal = level == "bits" or all(_same_bits(ref.batches[k], case.batches[k]) for k in range(start, last + 1))
@@ -189,22 +188,20 @@ def _rows(one: Values, other: Values) -> Iterator[Finding]:
             return
 
 
-def _suspects(one: Values, other: Values, noise: frozenset[str]) -> list[str]:
-    return [name for name in differing(one, other) if name not in noise]
-
-
-def differing(one: Values, other: Values) -> list[str]:
+def differing(one: Values, other: Values, noise: frozenset[str] = frozenset()) -> list[str]:
     """Names of what is beside the run and differs; attributes first, then variables and globals, then generators."""
     found = []
     for key, prefix in (("user", ""), ("run.state", "run.state "), ("generators", "generator ")):
         a, b = one.get(key, {}), other.get(key, {})
-        found += [f"{prefix}{name}" for name in a if name in b and a[name] != b[name]]
+        found += [
+            f"{prefix}{name}" for name in a if name in b and a[name] != b[name] and f"{prefix}{name}" not in noise
+        ]
     ranks = ("tensor", "attribute", "variable", "defaults", "the ", "global", "train", "run.state", "generator")
     return sorted(found, key=lambda name: next(i for i, word in enumerate(ranks) if name.startswith(word)))
 
 
 def _near(a: float, b: float, allowed: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= allowed * max(abs(a), abs(b))
+    return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=allowed)
 
 
 def _gradient(ref: Trace, case: Trace, batch: int) -> tuple[float | None, str]:

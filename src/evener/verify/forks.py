@@ -3,9 +3,8 @@
     python -u forks.py SHIM MODULE...
 
 Importing torch costs seconds, and a proof starts the script a dozen times. A fork begins where a fresh rank of `evener
-run` stands after `import torch`: with the same environment, through the same shim, with generators that were seeded
-anew. What only a fresh interpreter shows (the order of sets of strings, for one) is shown by the trials that go through
-the launcher. Standard library only, run by path; nothing of evener is imported here.
+run` stands after `import torch`: same environment, same shim, generators seeded anew. What only a fresh interpreter
+shows (the order of sets, for one) is left to the launcher's trials. Standard library only, run by path.
 
 One JSON line on stdin is one trial: {"nproc", "env", "argv": [job.json, script, ...], "cwd"}. The answer on stdout is
 the list of exit codes by rank (negative: a signal). stdin closed: the end. Whoever started it kills its process group

@@ -96,16 +96,13 @@ class Proof:
     def _no_run(self) -> UsageError:
         made = os.path.exists(os.path.join(self.base.folder, "trace.jsonl"))
         what = "asks its evener.Run for no update" if made else "has no evener.Run"
-        return UsageError(
-            f"{self.request.script} {what}: there is nothing here that could be cut otherwise, or resumed.",
-            fix=[
-                "train with `run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=N)` and "
-                "`for update in run.updates(...)`; docs/migrate shows how to come from plain torch and others",
-                "`evener run`, `evener lint` and `evener explain` serve this script as it is",
-            ],
-        )
-
-    # ------------------------------------------------------------------------------------------------ groups of checks
+        fix = [
+            "train with `run = evener.Run(model, optimizer, loss_fn, dataset, global_batch_size=N)` and "
+            "`for update in run.updates(...)`; docs/migrate shows how to come from plain torch and others",
+            "`evener run`, `evener lint` and `evener explain` serve this script as it is",
+        ]
+        nothing = "there is nothing here that could be cut otherwise, or resumed"
+        return UsageError(f"{self.request.script} {what}: {nothing}.", fix=fix)
 
     def _rows_again(self) -> Iterator[Check]:
         """No trial of its own: every trial reads its first rows, and asks for its order, once more when it ends."""
@@ -242,8 +239,6 @@ class Proof:
         if self.newest.begin.get("number", -1) >= numbers[-1]:
             check = replace(check, result="failed", holds=False, likely=("the corrupt checkpoint was used",))
         yield check
-
-    # ------------------------------------------------------------------------------------------------ one check
 
     def _compared(
         self,

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from evener.errors import LaunchError
 from evener.launch import command, failure, machine, processes, records
+from evener.launch.supervise import hand_over, supervise
 from evener.plan.handed import Trial
 
 # What a run imports that is not evener's; the first optimizer of a process imports torch._dynamo.
@@ -45,9 +46,8 @@ def decided(request: command.Request, trial: Trial, run_id: str) -> command.Laun
 
 
 class Starter:
-    """Starts trials, one at a time, each for `seconds` at most. `close` ends the process that forks.
-
-    launcher: Whether trials that ask for new interpreters get them. Forks are for Linux; elsewhere all get them.
+    """Starts trials, one at a time, each for `seconds` at most. launcher: whether trials that ask for new interpreters
+    get them; where there are no forks (not Linux) all do.
     """
 
     def __init__(self, *, launcher: bool = True, seconds: float) -> None:
@@ -91,10 +91,7 @@ class Starter:
         os.makedirs(launch.logs)
         os.makedirs(os.path.join(launch.private, "store"), 0o700)
         try:
-            job = {"supervisor": os.getpid(), "logs": launch.logs, "console": {}}
-            for name, text in (("job.json", json.dumps(job)), ("plan.json", launch.plan.to_json())):
-                with open(os.path.join(launch.private, name), "w", encoding="utf-8") as file:
-                    file.write(text)
+            hand_over(launch, {"console": {}})
             target = launch.command.argv[launch.command.argv.index(command.shim_path()) + 1 :]
             ranks: dict[str, Any] = {"WORLD_SIZE": launch.nproc, "LOCAL_WORLD_SIZE": launch.nproc, "GROUP_RANK": 0}
             with socket.create_server(("127.0.0.1", 0)) as free:  # for a script that makes a group itself
@@ -157,8 +154,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    from evener.launch.supervise import supervise
-
     given = json.loads(sys.argv[1])
     asked = {**given["request"], "args": tuple(given["request"]["args"])}
     launch = decided(command.Request(**asked), Trial(**given["trial"]), given["run_id"])
