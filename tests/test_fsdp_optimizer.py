@@ -220,7 +220,7 @@ def refused(kind):
         ("accumulate", "is one of: reduce, keep"),
         ("divisor", 'fsdp["reshard_after_forward"]=3 does not divide the 2 ranks'),
         ("ddp", 'fsdp= belongs to strategy="fsdp" and "hsdp"; this one is "ddp"'),
-        ("buffer", "there is no dtype for buffers; FSDP1 had one"),
+        ("buffer", "buffers keep their dtype; FSDP1 cast them, FSDP2 has no such dtype"),
         ("policy", "parameters gathered in half precision give other bits"),
         ("inside", "a part of a block was called without the block"),
     ],

@@ -60,8 +60,8 @@ def test_apex_levels_are_mapped_and_explained(level, name, compute, scaler, said
         ("half", "precision is one of: auto, fp32, tf32, bf16"),
         (torch.bfloat16, 'precision="bf16"'),
         (16, "precision is one of"),
-        ({"params": "bf16"}, "unknown key 'params'"),
-        ({"param": "bf61"}, 'precision["param"]="bf16"'),
+        ({"params": "bf16"}, "the parts are param, reduce, output"),
+        ({"param": "bf61"}, "each is one of: fp32, bf16, fp16"),
     ],
 )
 def test_unknown_precision_is_one_clear_error(spec, text):

@@ -129,6 +129,8 @@ def precision(name: str, value: Any) -> Any:
         if not value or any(part not in parts or one not in words for part, one in value.items()):
             fix = [f'{name}={{"param": "bf16", "reduce": "fp32"}}']
             fix.append(f"the parts are {', '.join(parts)}; each is one of: {', '.join(words)}")
+            if any(str(part).startswith("buffer") for part in value):
+                fix = ["leave it out: buffers keep their dtype; FSDP1 cast them, FSDP2 has no such dtype", *fix]
             raise PrecisionError(f"{name}={shown(value)} is not known.", fix=fix)
         return dict(value)
     # torch dtypes by their name, so that the message can say the word; torch itself is not imported here.

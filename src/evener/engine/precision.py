@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from evener import batch as batches
-from evener.errors import PrecisionError, one_of
+from evener import config_checks as checks
+from evener.errors import PrecisionError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-
-NAMES = ("auto", "fp32", "tf32", "bf16", "fp16", "bf16-true", "fp16-true", "O0", "O1", "O2", "O3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +97,11 @@ def decide(spec: object, device: torch.device) -> Precision:
 
     `auto` takes what is fast and supported here: native bf16 on GPUs that have it, fp16 with a scaler on older ones,
     fp32 on CPUs without native bf16 (autocast is about 6 times slower there) and on MPS."""
-    if isinstance(spec, torch.dtype):
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        what = f"precision={spec} is a dtype; a precision also says how parameters and reductions are kept."
-        raise PrecisionError(what, fix=[f'precision="{names[spec]}"' if spec in names else 'precision="fp32"'])
-    if isinstance(spec, Mapping):
-        return _from_mapping(spec, device)
-    name = one_of("precision", spec, NAMES, PrecisionError)
+    name = checks.precision("precision", spec)
+    if isinstance(name, dict):
+        reduce, output = (DTYPES.get(name.get(part, "")) for part in ("reduce", "output"))
+        base = decide(name.get("param", "fp32"), device)
+        return replace(base, requested=repr(name), reduce=reduce, output=output, because="as given", by_part=True)
     if name == "auto":
         return _auto(device)
     if name in _APEX:
@@ -137,29 +133,6 @@ def _auto(device: torch.device) -> Precision:
         return replace(_PLAIN["bf16"], requested="auto", because=f"auto: this {kind} has native bf16")
     plain = _PLAIN["fp16" if device.type == "cuda" else "fp32"]
     return replace(plain, requested="auto", because=f"auto: no native bf16 on this {kind}")
-
-
-def _from_mapping(spec: Mapping[Any, Any], device: torch.device) -> Precision:
-    unknown = set(spec) - {"param", "reduce", "output"}
-    if "buffer" in unknown or "buffer_dtype" in unknown:
-        what = f"precision={dict(spec)!r}: there is no dtype for buffers; FSDP1 had one and FSDP2 has not."
-        fix = ["leave it out: buffers keep their dtype", "model.name.to(dtype) casts a buffer of your own"]
-        raise PrecisionError(what, fix=fix)
-    if unknown:
-        what = f"precision={dict(spec)!r}: unknown key {sorted(map(str, unknown))[0]!r}."
-        raise PrecisionError(what, fix=['{"param": "bf16", "reduce": "fp32", "output": "fp32"}'])
-
-    def dtype(key: str) -> torch.dtype | None:
-        value = spec.get(key)
-        if value is None or isinstance(value, torch.dtype):
-            return value
-        return DTYPES[one_of(f'precision["{key}"]', value, DTYPES, PrecisionError)]
-
-    param, reduce, output = dtype("param"), dtype("reduce"), dtype("output")
-    base = decide(_WORDS.get(param or torch.float32, "fp32"), device) if param is not torch.float64 else None
-    if base is None:
-        raise PrecisionError('precision["param"]="fp64" is no compute dtype.', fix=["model.double() and fp32"])
-    return replace(base, requested=repr(dict(spec)), reduce=reduce, output=output, because="as given", by_part=True)
 
 
 def refuse_autocast(device: torch.device) -> None:

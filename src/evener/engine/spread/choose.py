@@ -35,11 +35,9 @@ def make_spread(engine: Engine, parameters: Sequence[torch.nn.Parameter], optimi
             "device_ids, output_device and scatter belong to strategy='dp'.", fix=['strategy="dp"', "or leave them out"]
         )
     if engine.shards is not None:
-        assert engine.join is not None
         from evener.engine.spread.fsdp import FSDP  # its imports cost as much as torch's own
 
-        sliced = size if engine.batch.exact else None
-        return FSDP(parameters, shards=engine.shards, join=engine.join, slice_size=sliced, alone=engine.alone)
+        return FSDP(parameters, engine)
     if engine.batch.exact:
         assert size is not None
         return Exact(parameters, rank=rank, world_size=world, slice_size=size)

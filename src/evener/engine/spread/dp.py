@@ -59,8 +59,6 @@ class DP(Spread):
         if weights is not None and (len(weights) != len(self.devices) or min(weights) < 0 or not sum(weights)):
             what = f"scatter={scatter!r}: one weight per device ({len(self.devices)}), none negative, not all 0."
             raise UsageError(what, fix=[f"scatter={tuple([1] * len(self.devices))}"])
-        if scatter is not None and weights is None and not callable(scatter):
-            raise UsageError(f"scatter={scatter!r} is neither weights nor a function.", fix=["scatter=(3, 1)"])
 
     def _parts(self, batch: Any, rows: int) -> list[Any]:
         if callable(self.scatter):

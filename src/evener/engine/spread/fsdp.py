@@ -9,36 +9,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from evener.engine.join import Join
-from evener.engine.shards import Shards
 from evener.engine.spread import Spread, Tensors, existing, norm_of
 from evener.engine.spread.ddp import DDP
 from evener.engine.spread.exact import Exact, Tree, row_norms
 from evener.engine.tally import as_loss
 
+if TYPE_CHECKING:
+    from evener.engine.engine import Engine
+
 
 class FSDP(Spread):
-    """`strategy="fsdp"` and `"hsdp"` (copies of the model, each sharded over some ranks). slice_size: in exact mode."""
+    """`strategy="fsdp"` and `"hsdp"` (copies of the model, each sharded over some ranks)."""
 
     name = "fsdp"
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        *,
-        shards: Shards,
-        join: Join,
-        slice_size: int | None,
-        alone: bool,
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], engine: Engine) -> None:
         super().__init__(parameters)
-        self.alone = alone  # no other optimizer's parameters are in the graph
+        shards, join, slice_size = engine.shards, engine.join, engine.cut.slice_size if engine.batch.exact else None
+        assert shards is not None and join is not None
+        self.alone = engine.alone  # no other optimizer's parameters are in the graph
         self.copies = shards.world // shards.among
         self.shards, self.join = shards, join
         self.pieces = [shards.by_local[id(parameter)] for parameter in parameters]
