@@ -159,8 +159,7 @@ class Engine:
             rank=rank,
             world_size=world,
         )
-        self.cut = self.batch.cut
-        self.split, self.before_step = split, before_step
+        self.cut, self.split, self.before_step = self.batch.cut, split, before_step
         self.notes: list[str] = [self.precision.because] if self.precision.because else []
 
         if self.device.type == "cuda":
@@ -171,8 +170,7 @@ class Engine:
             self.hooks += [*bn.synchronise(self.model, self.join), self.join.own_group()]
             self.notes.append("BatchNorm sees the microbatches of all ranks together")
         sharded = self.strategy in SHARDED and world > 1
-        apart = () if isinstance(model, torch.nn.Module) else tuple(models)
-        options = Options.of(fsdp, self.strategy, self.group.place.local_world_size, apart)
+        options = Options.of(fsdp, self.strategy, self.group.place.local_world_size, tuple(filter(None, models)))
         self.shards: Shards | None = None
         twin: Shards | None = None
         if sharded:
