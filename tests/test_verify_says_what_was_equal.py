@@ -125,6 +125,7 @@ def test_the_examples_hold(prove, name, args):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name, args", [("digits.py", ()), ("gpt.py", SMALL)])
 def test_the_examples_hold_in_every_check_through_the_launcher_too(tmp_path, name, args):
     done = verify(tmp_path, "--json", "--nproc", "1,2,3", EXAMPLES / name, *args, seconds=900)
