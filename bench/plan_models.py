@@ -207,12 +207,7 @@ def draw(number: int, seed: int) -> list[Case]:
         Case(model, optimizer, Cut("single", precision, checkpointing, microbatch_size=rows, microbatches=pieces), clip)
         for model in MODELS
         for optimizer, precision, checkpointing, rows, pieces, clip in itertools.product(
-            OPTIMIZERS,
-            ("fp32", "bf16"),
-            CHECKPOINTING[model],
-            (ROWS[model], ROWS[model] // 2),
-            (1, 2),
-            (False, True),
+            OPTIMIZERS, ("fp32", "bf16"), CHECKPOINTING[model], (ROWS[model], ROWS[model] // 2), (1, 2), (False, True)
         )
     ]
     return random.Random(seed).sample(grid, number)

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 import evener
 from evener import facts
 from evener.cli import main
-from evener.cli.plan import leading, page, parser
+from evener.cli.parser import parser_of
+from evener.cli.plan import leading, page
 from evener.config import Config
 from evener.errors import ShortageError, UsageError
 from evener.gpus.values import Gpu, Link, Snapshot, to_json
@@ -47,7 +48,7 @@ def machine(gpus: int = 1, gib: float = 80, **more: object) -> Machine:
 def model(state_gib: float, activation_gib: float):
     """Traces of a model with so much of parameters and states, and so much of activations a row."""
 
-    def trace(cut: Cut) -> Trace:
+    def trace(cut: Cut, seconds: float | None = None) -> Trace:
         shards = cut.world_size if cut.strategy == "fsdp" else 1
         kept = activation_gib * cut.microbatch_size * KEPT[cut.activation_checkpointing] * SAVED[cut.saved_activations]
         flops = int(1e12 * cut.microbatch_size * COST[cut.activation_checkpointing])
@@ -101,6 +102,25 @@ def test_of_cuts_whose_time_is_known_the_fastest_is_taken():
     assert chosen.cut == row.cut and "times are not known" in why[0]
 
 
+def test_once_a_cut_fits_the_rest_has_an_end():
+    late: list[str] = []
+
+    def trace(cut: Cut, seconds: float | None) -> Trace:
+        if seconds is not None:
+            assert seconds <= search.ENOUGH_SECONDS
+            if cut.activation_checkpointing == "full" or cut.saved_activations == "int8":
+                late.append(cut.words())
+                raise TimeoutError(cut.words())
+        return model(10, 0.5)(cut)
+
+    plan = making.make(trace, captured(), machine(), neighbours=False)
+    (note,) = [line for line in plan.notes if line.startswith("not compared, for the sake of time (--all does)")]
+    assert "recompute full" in note and "activations int8" in note and "offload" not in note
+    assert {row.cut.activation_checkpointing for row in plan.cuts} == {"none", "selective"} and late
+    everything = making.make(trace, captured(), machine(), neighbours=False, everything=True)
+    assert "full" in {row.cut.activation_checkpointing for row in everything.cuts}
+
+
 def test_nothing_fits_is_said_and_not_chosen():
     plan = making.make(model(200, 1.0), captured(), machine(), neighbours=False)
     assert plan.chosen is None and plan.keywords == {}
@@ -122,7 +142,7 @@ def test_what_fits_no_device_with_its_states_alone_is_not_traced():
     words = {"parameters": 7 * 10**9, "trainable": 7 * 10**9, "parameter_bytes": 28 * 10**9, "optimizers": ("AdamW",)}
     traced = []
 
-    def trace(cut: Cut) -> Trace:
+    def trace(cut: Cut, seconds: float | None = None) -> Trace:
         traced.append(cut.strategy)
         return model(104 if cut.strategy == "ddp" else 10, 0.1)(cut)
 
@@ -234,7 +254,7 @@ def test_machines_by_name_by_recording_and_wrongly(tmp_path):
     ],
 )
 def test_options_may_follow_the_script(words, ours, scripts):
-    assert leading(words.split(), parser()) == (ours.split(), scripts.split())
+    assert leading(words.split(), parser_of("plan")) == (ours.split(), scripts.split())
 
 
 def test_a_calibration_and_earlier_runs_are_read_and_said(tmp_path, monkeypatch):
@@ -374,6 +394,8 @@ def test_a_70_b_model_on_1024_gpus_takes_two_minutes_of_processor_time_and_8_gib
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     chosen, after = json.loads(done.stdout)["chosen"], resource.getrusage(resource.RUSAGE_CHILDREN)
+    made = [line for line in done.stderr.splitlines() if "tracing" in line and "activations" not in line]
+    assert len(made) == 6, "two worlds for each kind of recomputation; more are left out when they take long"
     assert (chosen["strategy"], chosen["world_size"], chosen["how"]) == ("fsdp", 1024, "extrapolated")
     # parameters, gradients and two moments of 70.6e9 in fp32, over 1,024 ranks; gathered and recomputed beside them
     assert 16 * 70.6e9 / 1024 < chosen["peak_allocated_bytes"] < chosen["high_bytes"] < 80e9

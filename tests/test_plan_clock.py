@@ -164,6 +164,7 @@ def test_a_calibrated_cpu_has_a_time_that_its_processes_share(tmp_path):
         {"part": "matmul", "name": "fp32", "flops_per_second": 1e11},
         {"part": "memory", "name": "copy on the device (read + write)", "bytes_per_second": 1e10},
         {"part": "memory", "name": "launch of one operation", "bytes_per_second": None, "seconds": 5e-6},
+        {"part": "memory", "name": "into memory that is fresh (read + write)", "bytes_per_second": 2.5e9},
         {"part": "comm", "name": "all_reduce", "bus_bytes_per_second": 1e9},
     ]
     where, name, measured = calibration({"device": "cpu", "name": "A CPU"}, bench)
@@ -173,7 +174,17 @@ def test_a_calibrated_cpu_has_a_time_that_its_processes_share(tmp_path):
     alone, shared = seconds(work, one), seconds(work, two)
     assert alone.mid == pytest.approx(5e-6 + 2e-6 + 2 * 1024**3 / 1e11)
     assert shared.mid - 7e-6 == pytest.approx(2 * (alone.mid - 7e-6))
+    attention = Op("aten._scaled_dot_product_flash_attention_for_cpu.default", "forward", 10**9, 8, 8, "float32")
+    assert seconds(trace(attention), one).mid == pytest.approx(7e-6 + 1e9 / 1e11), "in the CPU's fp32"
     assert seconds(trace(product(512)), one).because == ("cpu has no known peak for bf16",)
+    # A result that the kernel has to find pages for takes as long as was measured; in place nothing is new.
+    size = 256 << 20
+    large = Op("aten.add.Tensor", "forward", 0, size, size, "float32")
+    assert seconds(trace(large), one).mid == pytest.approx(2 * size / 2.5e9, rel=1e-4)
+    inside = dataclasses.replace(large, name="aten.add_.Tensor")
+    assert seconds(trace(inside), one).mid == pytest.approx(2 * size / 1e10, rel=1e-3)
+    took = seconds(trace(large), one)
+    assert took.high / took.low > 2, "steps differ from benchmarks"
     ring = Collective("all_reduce", 1 << 20, 2, "reduce", waits=True)
     took = seconds(trace(product(1024, "float32"), ring, cut=Cut("ddp", world_size=2)), two)
     assert took.mid > shared.mid + (1 << 20) / 1e9

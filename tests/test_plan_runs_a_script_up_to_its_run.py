@@ -7,6 +7,8 @@ import textwrap
 
 import pytest
 
+from evener.cli import main
+from evener.cli.plan import _check_mentions
 from evener.errors import EvenerError
 from evener.launch.command import shim_path
 from evener.plan.captured import Child
@@ -62,6 +64,18 @@ def failing(child, source, *args, **words) -> str:
 def test_a_script_without_a_run(child):
     text = failing(child, "print('done')")
     assert "ended without constructing an evener.Run" in text and "  done" in text
+
+
+def test_a_script_that_never_mentions_evener_is_refused_before_it_runs(tmp_path, capsys):
+    script = tmp_path / "old.py"
+    script.write_text("open('ran', 'w')")
+    assert main(["plan", "--cpu", str(script)]) == 1
+    text = capsys.readouterr().err
+    assert "neither it nor a module beside it mentions evener. Nothing was run." in text
+    assert f"evener lint {script}" in text and "docs/migrate/" in text and not (tmp_path / "ran").exists()
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "training.py").write_text("import evener")
+    _check_mentions(str(script))
 
 
 CASES = {

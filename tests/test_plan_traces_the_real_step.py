@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import time
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from evener.measure.ledger import Ledger
 from evener.measure.trace import Step
 from evener.plan import blocks
 from evener.plan.memory import Family, difference, peak_of, support, terms_of
-from evener.plan.values import Alloc, Collective, Cut, Free, Share, Trace
+from evener.plan.values import Alloc, Collective, Cut, Free, Op, Share, Trace
 
 
 def by_category(at_peak) -> dict[str, int]:
@@ -82,6 +83,8 @@ def test_events_are_lives_and_survive_json():
     parameters = sum(one.numel() * 4 for one in Gpt(layers=2).parameters())
     assert kept["parameter"] == parameters
     assert 2 * parameters <= kept["optimizer"] < 2 * parameters + 4 * 100  # and one step count per parameter
+    inside = [one for one in trace.steady() if isinstance(one, Op) and one.phase == "optimizer"]
+    assert sum(one.bytes_written for one in inside) >= 3 * parameters, "kernels that return nothing take time, too"
     assert "activation" not in kept and "gradient" not in kept, "nothing of an update outlives it"
 
 
@@ -260,6 +263,18 @@ def test_forked_tracing_leaves_the_objects_alone_and_an_abort_is_an_error():
     with pytest.raises(EvenerError, match="could not be traced") as caught:
         step.trace_forked(Cut(microbatch_size=4))
     assert caught.value.evidence == ("signal 6",)
+
+
+def takes_long(model, batch):
+    time.sleep(600)
+
+
+def test_a_copy_that_takes_too_long_is_ended():
+    model = Mlp()
+    batch = (torch.randn(2, 128), torch.zeros(2).long())
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), takes_long, batch)
+    with pytest.raises(TimeoutError):
+        step.trace_forked(Cut(microbatch_size=4), seconds=0.5)
 
 
 def fails(model, batch):

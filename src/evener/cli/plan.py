@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
 import re
@@ -10,7 +12,7 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from evener.cli.parser import Parser
+from evener.cli.parser import Parser, parser_of
 from evener.cli.run import check_script, split, to_override
 from evener.errors import EXIT_SHORTAGE, LaunchError, UsageError
 from evener.plan.search import amount, duration
@@ -22,63 +24,9 @@ if TYPE_CHECKING:
     from evener.plan.search import Plan, Row
     from evener.plan.values import Cut, Share, Term, Trace
 
-DESCRIPTION = """\
-Run SCRIPT in a child process up to its evener.Run, trace the real step there without data and without a GPU, and show
-what every cut of it needs: peak memory, time per update, and whether it fits. Nothing is trained; what the script does
-before its Run (reading files, printing, writing) happens as always. All figures are predictions until a run confirms
-them; times are rough until this kind of GPU was calibrated by `evener bench`.
-"""
-
-EXAMPLES = """\
-Options may stand before or right after SCRIPT; the first word that is none of them, and all after `--`, are its own.
-
-examples:
-  evener plan train.py                               for the GPUs of this machine, or its CPU
-  evener plan --gpu A100-80GB --nproc 8 --nodes 2 train.py
-  evener plan --gpus recorded.json train.py          for the machine that `evener gpus --record` was run on
-  evener plan train.py --gpu L40S --json -- --lr 0.1 the script's own arguments after `--`
-  evener plan --json --gpu 4090 --nproc 2 train.py > plan.json; evener run --plan plan.json train.py
-
-exit codes: 0 a cut fits; 1 the script or its step cannot be planned; 2 a wrong option; 3 no cut fits, or no GPU is here
-"""
-
-
-def parser() -> Parser:
-    options = Parser(
-        prog="evener plan",
-        usage="evener plan [options] SCRIPT [options] [-- ARGS ...]\n       evener plan [options] -m MODULE [ARGS ...]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
-    add = options.add_argument
-    add("-m", metavar="MODULE", dest="module", help="plan a module instead of a script file")
-    add("--gpu", metavar="NAME", help="a kind of GPU (H100-80GB, A100-40GB, 4090, ...), or a TOML file that tells one")
-    add("--gpus", metavar="FILE", help="a recording of `evener gpus --record`")
-    add("--here", action="store_true", help="the GPUs of this machine, or its CPU (the default)")
-    add("--cpu", action="store_true", help="the CPU of this machine: its memory is the capacity")
-    add(
-        "--nproc",
-        metavar="N",
-        type=int,
-        help="GPUs (processes) per node (default: all of a machine, one of a named kind)",
-    )
-    add("--nodes", metavar="N", type=int, default=1, help="machines (default: 1)")
-    add("--set", metavar="KEY=VALUE", action="append", default=[], help="a keyword of evener.Run, as in `evener run`")
-    add("--calibration", metavar="FILE", help="measured speeds (default: ~/.cache/evener/calibration.json, if there)")
-    add(
-        "--timeout",
-        metavar="SECONDS",
-        type=int,
-        default=600,
-        help="for the script up to its Run, and for each trace (600)",
-    )
-    add("--all", action="store_true", help="compare every combination, however long it takes; show every microbatch")
-    add("--json", action="store_true", help="print the result as JSON, progress goes to stderr")
-    return options
-
 
 def main(argv: list[str]) -> int:
-    options = parser()
+    options = parser_of("plan")
     own, target = split(argv, options)
     script = [] if "-m" in own else target[:1]
     after, args = leading(target[len(script) :], options)
@@ -88,10 +36,9 @@ def main(argv: list[str]) -> int:
         if not target:
             raise UsageError("evener plan: which script?", fix=["evener plan SCRIPT [ARGS ...], or -m MODULE; --help"])
         check_script(target[0])
+        _check_mentions(target[0])
     if os.name != "posix":
         raise LaunchError("`evener plan` starts processes on Linux and macOS only.")
-    from pathlib import Path
-
     from evener.launch.command import shim_path
     from evener.plan.captured import Child
     from evener.plan.make import calibrated, machine_of, make
@@ -104,10 +51,10 @@ def main(argv: list[str]) -> int:
     _say(f"running {given.module or target[0]} up to its Run")
     with Child(words, shim=shim_path(), overrides=overrides, seconds=given.timeout) as child:
         captured = child.captured
-        machine = calibrated(machine, Path(given.calibration) if given.calibration else None, cpu=captured.cpu)
+        machine = calibrated(machine, given.calibration, cpu=captured.cpu)
 
-        def trace(cut: Cut) -> Trace:
-            return child.trace(cut, device=machine.device, capability=machine.capability)
+        def trace(cut: Cut, seconds: float | None) -> Trace:
+            return child.trace(cut, seconds, device=machine.device, capability=machine.capability)
 
         plan = make(trace, captured, machine, say=_say, everything=given.all)
     if sys.stderr.isatty():
@@ -117,6 +64,24 @@ def main(argv: list[str]) -> int:
     else:
         print("\n".join(page(plan, captured, everything=given.all)))
     return 0 if plan.chosen is not None else EXIT_SHORTAGE
+
+
+def _check_mentions(script: str) -> None:
+    """Without this a script that never makes a Run trains to its end first."""
+    folder = os.path.dirname(script) or "."
+    beside = [*glob.glob(f"{glob.escape(folder)}/*.py"), *glob.glob(f"{glob.escape(folder)}/*/*.py")]
+    for path in (script, *beside):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if b"evener" in file.read():
+                return
+    raise LaunchError(
+        f"{script} makes no evener.Run: neither it nor a module beside it mentions evener. Nothing was run.",
+        fix=[
+            "planning needs the step in a Run: docs/migrate/ shows which lines of DDP, accelerate, ... that replaces",
+            f"evener lint {script} looks at the script as it is, evener run {script} starts it as it is",
+            "where an installed package makes the Run: import evener in the script, too",
+        ],
+    )
 
 
 def leading(words: list[str], options: Parser) -> tuple[list[str], list[str]]:

@@ -136,6 +136,7 @@ class Bench:
             "copy on the device (read + write)": (lambda: other.copy_(one), 2 * size),
             "read (sum)": (lambda: one.sum(), size),
             "write (fill)": (lambda: other.fill_(1.0), size),
+            "into memory that is fresh (read + write)": (lambda: one + 1.0, 2 * size),
         }
         if self.device.type == "cuda":
             pinned, pageable = torch.zeros(size // 16, pin_memory=True), torch.zeros(size // 16)
@@ -149,8 +150,14 @@ class Bench:
             taken = self.times(call)
             yield {"name": name, "bytes": count, "bytes_per_second": count / taken["seconds"], **taken}
         self.show("one small operation after the other")
-        little = torch.zeros(1, device=self.device)
-        yield {"name": "launch of one operation", "bytes": 4, "bytes_per_second": None, **self.times(little.zero_)}
+        little = torch.ones(1, device=self.device, requires_grad=True)
+
+        def step() -> None:  # as a step does it, with what autograd notes of each, and its backward
+            functools.reduce(torch.mul, [little] * 33).backward()
+
+        taken = self.times(step)
+        taken["seconds"] /= 128  # 32 products; in the backward two more of each, and a sum
+        yield {"name": "launch of one operation", "bytes": 4, "bytes_per_second": None, **taken}
         if self.device.type == "cuda":  # after a whole step: kernels are loaded when they are first used
             _, model, batch = next(networks())
             optimizer = torch.optim.AdamW(model.to(self.device).parameters(), lr=1e-4)

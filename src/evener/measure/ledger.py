@@ -229,7 +229,7 @@ class Ledger(private.TorchDispatchMode):
             self._take(one, owner)
         if func.namespace not in _TORCHS:
             self.foreign.add(str(func))
-        if not func.is_view and outputs:
+        if not func.is_view and (outputs or (inputs and func.overloadpacket.__name__.endswith("_"))):
             self._op(func, args, kwargs, result, inputs, outputs)
         return result
 
@@ -261,12 +261,13 @@ class Ledger(private.TorchDispatchMode):
             left, right = [one for one in inputs if one.ndim > 1][-2:]
             shape = (left.shape[0] if left.ndim == 3 else 1, left.shape[-2], left.shape[-1], right.shape[-1])
         floats = [one.dtype for one in inputs or outputs if one.is_floating_point()]
-        dtype = max(floats, key=lambda one: one.itemsize) if floats else outputs[0].dtype
+        dtype = max(floats, key=lambda one: one.itemsize) if floats else (outputs or inputs)[0].dtype
         seen: set[int] = set()
         read = sum(_once(one, seen) for one in inputs)
         written = sum(_once(one, seen) for one in outputs)
-        if written == 0 and name.endswith("_"):  # in place
-            written = outputs[0].numel() * outputs[0].element_size()
+        if written == 0 and name.endswith("_"):  # in place; an optimizer's kernels return nothing
+            changed = [i for i, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write]
+            written = sum(_once(one, set()) for i in changed if i < len(args) for one in _tensors((args[i],)))
         if name == "add" and self.phase == "backward" and not self.stack and len(inputs) == 2:
             size = outputs[0].untyped_storage().nbytes()
             lives = [self.living.get(one.untyped_storage()._cdata) for one in inputs]

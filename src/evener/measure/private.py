@@ -151,6 +151,7 @@ def size_of_group(boxed: Any) -> int:
 # ------------------------------------------------------------------------------------------------ the self-test
 
 
+@functools.cache
 def check() -> dict[str, str]:
     """{part: what is wrong with it}; empty where everything works with this torch. Nothing is left behind."""
     wrong: dict[str, str] = {}

@@ -2,10 +2,10 @@
 
     Step(model, optimizer, loss_fn, batch, keywords).trace(cut) -> Trace
 
-What runs is `Engine` itself, with the user's modules, optimizer, loss function and metrics: the order of the step, the
-clip, the loss scale, the buckets of ddp, FSDP2's gathering are the real ones. Exchanged for the time of a trace are
-only what reads values that do not exist: the flag of a finished update, and what ranks tell each other once in the
-first update. `trace` uses up its objects (parameters become fake), so `trace_forked` does it in a copy of the process.
+What runs is `Engine` itself, with the user's modules, optimizer, loss function and metrics. Exchanged for the time of a
+trace is only what reads values that do not exist: the flag of a finished update, and what ranks tell each other once in
+the first update. `trace` uses up its objects (parameters become fake), so `trace_forked` does it in a copy of the
+process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import gc
 import itertools
 import json
 import os
+import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,22 +59,13 @@ class Step:
         batch: At least one row, as the data gives it; its shapes are taken, not its values.
         keywords: Of `Run`. Those in STEP_KEYWORDS count, and compile, which is not traced; a `precision` by part
             ({"param": ...}) goes before the cut's.
-        optimizer_name: Which one, where there are several.
     """
 
     def __init__(
-        self,
-        model: Any,
-        optimizer: Any,
-        loss_fn: Any,
-        batch: Any,
-        keywords: Mapping[str, Any] | None = None,
-        *,
-        optimizer_name: str | None = None,
+        self, model: Any, optimizer: Any, loss_fn: Any, batch: Any, keywords: Mapping[str, Any] | None = None
     ) -> None:
         self.model, self.optimizer, self.loss_fn, self.batch = model, optimizer, loss_fn, batch
         self.keywords = {key: value for key, value in (keywords or {}).items() if key in STEP_KEYWORDS}
-        self.optimizer_name = optimizer_name
         self.compiled = bool((keywords or {}).get("compile"))
 
     def trace(self, cut: Cut, *, device: str = "cpu", capability: tuple[int, int] | None = None) -> Trace:
@@ -134,7 +126,7 @@ class Step:
             stack.enter_context(private.exchanged(saved, "OnHost", _pinned(ledger)))
         pieces = min(_PIECES, cut.microbatches)
         engine = self._engine(cut, pieces)
-        target = engine._target(self.optimizer_name)
+        target = engine._target(None)
         for path, held in engine.named().items():  # under fsdp this rank's rows
             ledger.names[id(held)] = path.rpartition(".")[0]
             ledger.tag(held, "parameter", path.rpartition(".")[0])
@@ -157,7 +149,7 @@ class Step:
         marks = []
         for _ in range(2):
             marks.append(len(ledger.events))
-            engine.step_parts(parts, total, optimizer=self.optimizer_name)
+            engine.step_parts(parts, total)
             for parameter, state in target.optimizer.state.items():
                 name = ledger.names.get(id(parameter), "")
                 for tensor in filter(torch.is_tensor, state.values()):
@@ -174,58 +166,68 @@ class Step:
             rows=rows,
         )
 
-    def trace_forked(self, cut: Cut, *, device: str = "cpu", capability: tuple[int, int] | None = None) -> Trace:
+    def trace_forked(
+        self, cut: Cut, *, device: str = "cpu", capability: tuple[int, int] | None = None, seconds: float | None = None
+    ) -> Trace:
         """`trace` in a copy of this process, which keeps this one's objects as they are and survives an abort in C++.
         Of a model with many equal blocks few are traced, where that gives the same.
 
         Raises:
             EvenerError: as `trace`; and when the copy ended without an answer.
+            TimeoutError: it had not ended after so many `seconds`.
         """
         path, count = self._repeated()
         if count >= _MANY:
             with contextlib.suppress(EvenerError):  # one that is the step's own comes again
-                few, more = (self._forked(cut, device, capability, (path, _BLOCKS + i)) for i in range(2))
+                both = [(path, _BLOCKS + i) for i in range(2)]
+                few, more = self._forked(cut, device, capability, seconds, both)
                 return blocks.deeper(few, more, path, count - _BLOCKS)
-        return self._forked(cut, device, capability)
+        return self._forked(cut, device, capability, seconds, [None])[0]
 
     def _forked(
-        self, cut: Cut, device: str, capability: tuple[int, int] | None, few: tuple[str, int] | None = None
-    ) -> Trace:
-        answers, answer = os.pipe()
+        self,
+        cut: Cut,
+        device: str,
+        capability: tuple[int, int] | None,
+        seconds: float | None,
+        shortened: Sequence[tuple[str, int] | None],
+    ) -> list[Trace]:
+        """One copy for each, side by side: of a list of blocks only so many are left."""
+        private.check()  # once for all copies
         sys.stdout.flush()
         sys.stderr.flush()
-        child = os.fork()
-        if child == 0:
-            os.close(answers)
-            torch.set_num_threads(1)  # OpenMP's threads were not copied
-            try:
-                if few is not None:
-                    self._shorten(*few)
+        copies = []
+        for few in shortened:
+            answers, answer = os.pipe()
+            child = os.fork()
+            if child == 0:
                 try:
-                    told: dict[str, Any] = {"trace": self.trace(cut, device=device, capability=capability).to_json()}
-                except BaseException as error:
-                    told = {"error": words(error, f"the step could not be traced as {cut.words()}.")}
-                with os.fdopen(answer, "w", encoding="utf-8") as file:
-                    json.dump(told, file)
-            finally:
-                os._exit(0)
-        os.close(answer)
-        try:
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                    signal.setitimer(signal.ITIMER_REAL, seconds or 0)
+                    torch.set_num_threads(1)  # OpenMP's threads were not copied
+                    self._tell(answer, cut, device, capability, few)
+                finally:
+                    os._exit(0)
+            os.close(answer)
+            copies.append((child, answers))
+        ends = []
+        for child, answers in copies:  # all of them, before the first error is raised
             with os.fdopen(answers, "r", encoding="utf-8") as file:
                 text = file.read()
-        finally:
-            _, status = os.waitpid(child, 0)
-        told = dict(json.loads(text)) if text else {}
-        if "trace" in told:
-            return Trace.from_json(told["trace"])
-        if "error" not in told:
-            ended, fix = os.waitstatus_to_exitcode(status), _AS_IT_IS.replace("fail", "end")
-            cause, evidence = f"the step could not be traced as {cut.words()}.", [f"signal {-ended}"]
-            if ended >= 0:
-                cause = f"the step ended its process with exit code {ended}, so nothing was traced."
-                evidence = ["os._exit, or a thread that ends the process"]
-            raise EvenerError(cause, evidence=evidence, fix=[fix])
-        raise EvenerError(**told["error"])
+            ends.append((text, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        return [_told(text, ended, cut) for text, ended in ends]
+
+    def _tell(
+        self, answer: int, cut: Cut, device: str, capability: tuple[int, int] | None, few: tuple[str, int] | None
+    ) -> None:
+        try:
+            if few is not None:
+                self._shorten(*few)
+            told: dict[str, Any] = {"trace": self.trace(cut, device=device, capability=capability).to_json()}
+        except BaseException as error:
+            told = {"error": words(error, f"the step could not be traced as {cut.words()}.")}
+        with os.fdopen(answer, "w", encoding="utf-8") as file:
+            json.dump(told, file)
 
     def _repeated(self) -> tuple[str, int]:
         """The longest list of equal blocks: its path in traces, and how many."""
@@ -278,6 +280,21 @@ class Step:
                 report=_say_nothing,
                 **keywords,
             )
+
+
+def _told(text: str, ended: int, cut: Cut) -> Trace:
+    told = dict(json.loads(text)) if text else {}
+    if "trace" in told:
+        return Trace.from_json(told["trace"])
+    if "error" in told:
+        raise EvenerError(**told["error"])
+    if ended == -signal.SIGALRM:
+        raise TimeoutError(cut.words())
+    cause, evidence = f"the step could not be traced as {cut.words()}.", [f"signal {-ended}"]
+    if ended >= 0:
+        cause = f"the step ended its process with exit code {ended}, so nothing was traced."
+        evidence = ["os._exit, or a thread that ends the process"]
+    raise EvenerError(cause, evidence=evidence, fix=[_AS_IT_IS.replace("fail", "end")])
 
 
 def _say_nothing(*_: Any) -> None:

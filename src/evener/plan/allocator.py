@@ -29,12 +29,11 @@ _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM = 2 * MIB, 20 * MIB, 10 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What the replay found: torch's `max_memory_allocated` and `max_memory_reserved`, how often everything free was
-    given back because a segment did not fit, and the index of the event that found no memory even then, or None."""
+    """What the replay found: torch's `max_memory_allocated` and `max_memory_reserved`, and the index of the event that
+    found no memory even when everything free was given back, or None."""
 
     allocated_bytes: int
     reserved_bytes: int
-    retries: int = 0
     failed_at: int | None = None
 
 
@@ -69,7 +68,7 @@ class Allocator:
         self.expandable, self.capacity = expandable, capacity
         self.pools: dict[tuple[str, bool], Pool] = {}
         self.blocks: dict[int, Block] = {}  # free ones, by address
-        self.end = self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
+        self.end = self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
 
     def alloc(self, size: int, stream: str = "") -> Block:
         """A block of at least `size` bytes. Raises MemoryError where the capacity is not enough."""
@@ -125,7 +124,6 @@ class Allocator:
 
     def _reserve(self, size: int) -> None:
         if self.capacity is not None and self.reserved + size > self.capacity:
-            self.retries += 1
             for block in [one for one in self.blocks.values() if one.whole and one.pool.last is None]:
                 self._drop(block)
                 self.reserved -= block.size
@@ -183,4 +181,4 @@ def replay(
         failed = None
     except MemoryError:
         pass
-    return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, failed)
+    return Reserved(allocator.peak_allocated, allocator.peak_reserved, failed)

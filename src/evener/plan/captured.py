@@ -114,14 +114,17 @@ class Child:
         os.close(asks)
         os.close(answers)
 
-    def trace(self, cut: Cut, *, device: str, capability: tuple[int, int] | None) -> Trace:
-        """The trace of one cut. Raises LaunchError when this step cannot be traced so, with the reason."""
-        asked = {"cut": cut.to_json(), "device": device, "capability": capability}
+    def trace(self, cut: Cut, seconds: float | None, *, device: str, capability: tuple[int, int] | None) -> Trace:
+        """The trace of one cut. Raises LaunchError when this step cannot be traced so, with the reason; TimeoutError
+        when that takes longer than `seconds`."""
+        asked = {"cut": cut.to_json(), "device": device, "capability": capability, "seconds": seconds}
         with contextlib.suppress(BrokenPipeError):
             os.write(self._asks, json.dumps(asked).encode() + b"\n")
         told = self._answer(f"the trace of {cut.words()}")
         if "error" in told:
             raise LaunchError(**told["error"])
+        if "late" in told:
+            raise TimeoutError(cut.words())
         return Trace.from_json(told["trace"])
 
     def _answer(self, what: str) -> dict[str, Any]:

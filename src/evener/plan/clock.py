@@ -1,6 +1,7 @@
 """How long one update of a trace takes on a kind of GPU: a roofline per operation, the host's pace, three streams.
 
     t(operation)  = start + max(flops / (peak[dtype] * e_matmul), bytes / (bandwidth * e_memory))
+                    on a CPU a result of 32 MiB or more is in memory that the kernel just handed out: + bytes / fresh
     t(update)     = end of the last of three streams, but not before the host has dispatched everything:
                     operations run on one stream, collectives on another, copies of offloaded activations over PCIe on
                     a third; each starts where the step starts it, and what waits for it waits. Under fsdp the gather
@@ -25,6 +26,7 @@ from evener.plan.values import Collective, Cut, Op, Trace
 
 _PEAKS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _US = 1e-6
+_MAPPED = 32 << 20  # bytes from which on the C library returns what is freed to the kernel, see mallopt(3)
 _COPIES = ("to_host", "to_device")
 
 
@@ -109,6 +111,7 @@ class Pace:
     network: float
     launch: float
     internode: float
+    fresh: float | None = None  # bytes/s, on the CPU
 
     @staticmethod
     def of(end: str, calibration: Mapping[str, Any]) -> Pace:
@@ -118,15 +121,17 @@ class Pace:
         def efficiency(name: str) -> float:
             measured = calibration.get(name)
             # A measurement on this kind replaces the range; what is left is how much steps differ from benchmarks.
-            spread = {"low": 1.1, "mid": 1.0, "high": 0.8}[end]
+            spread = {"low": 1.1, "mid": 1.0, "high": 0.5 if "fresh" in calibration else 0.8}[end]
             return float(measured) * spread if measured else float(table["efficiency"][name][good])
 
         return Pace(
             matmul=efficiency("matmul"),
             memory=efficiency("memory"),
             network=efficiency("network"),
-            launch=float(calibration.get("launch_us") or table["launch"][end]) * _US,
+            # Python between operations, of modules and of the engine, is in no benchmark: 3 times as much was seen.
+            launch=float(calibration.get("launch_us", 0) * (4 if end == "high" else 1) or table["launch"][end]) * _US,
             internode=float(calibration.get("internode_gb_per_s") or table["internode"][good]) * 1e9,
+            fresh=efficiency("fresh") if calibration.get("fresh") else None,
         )
 
 
@@ -198,7 +203,7 @@ def _unknown(trace: Trace, machine: Machine, tf32: bool) -> tuple[str, ...]:
 
 
 def _peak_name(one: Op, tf32: bool) -> str:
-    if "flash_attention" in one.name or "cudnn_attention" in one.name:
+    if ("flash_attention" in one.name and "for_cpu" not in one.name) or "cudnn_attention" in one.name:
         return "fp16"  # these kernels have 16-bit inputs; only their statistics are fp32. bf16 is as fast
     name = _PEAKS.get(one.dtype, one.dtype)
     return "tf32" if tf32 and name == "fp32" and one.shape else name
@@ -208,6 +213,8 @@ def operation_seconds(one: Op, kind: GpuKind, pace: Pace, tf32: bool = False) ->
     """The device's time for one operation: its start, and the slower of computing and moving."""
     assert kind.memory_bandwidth is not None
     moving = (one.bytes_read + one.bytes_written) / (kind.memory_bandwidth * pace.memory)
+    if pace.fresh and one.bytes_written >= _MAPPED and "_." not in one.name:
+        moving += one.bytes_written / pace.fresh
     computing = one.flops / (kind.peak[_peak_name(one, tf32)] * pace.matmul) if one.flops else 0.0
     return 2 * _US + max(moving, computing)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,16 +27,12 @@ from evener.plan.values import Cut
 # Keywords of Run that a plan decides; what the script gives itself stays.
 DECIDED = ("strategy", "precision", "microbatch_size", "activation_checkpointing", "saved_activations")
 _FEW_NODES = 16  # of more, one node changes a rank's share by a few percent, and its rows are other traces
+_NEIGHBOURS = 30.0  # seconds for what one GPU more or less would change
 _RETRACED = 8  # the chosen cut is traced as it is on so many ranks at most: what a trace costs grows with the world
 
 
 def machine_of(
-    *,
-    gpu: str | None = None,
-    recorded: str | None = None,
-    cpu: bool = False,
-    nproc: int | None = None,
-    nodes: int = 1,
+    *, gpu: str | None = None, recorded: str | None = None, cpu: bool = False, nproc: int | None = None, nodes: int = 1
 ) -> Machine:
     """The devices to plan for: a kind by name or file, a recording of `evener gpus --record`, or this machine.
 
@@ -129,7 +126,14 @@ def calibrated(machine: Machine, path: Path | None = None, *, cpu: str = "") -> 
         memory, network = (values.get(f"{name}_bytes_per_second") for name in ("memory", "network"))
         memory = memory and memory / machine.gpus
         kind = facts.GpuKind("cpu", peak=peak, memory_bandwidth=memory, pcie_bandwidth=network, source="measured here")
-        values = {"matmul": 1.0, "memory": 1.0, "network": 1.0, "launch_us": values.get("launch_us", 0.0)}
+        fresh = values.get("fresh_bytes_per_second", 0.0) / machine.gpus
+        values = {
+            "matmul": 1.0,
+            "memory": 1.0,
+            "network": 1.0,
+            "launch_us": values.get("launch_us", 0.0),
+            "fresh": fresh,
+        }
         return replace(machine, kind=kind, calibration=values)
     return replace(machine, calibration=values)
 
@@ -171,6 +175,7 @@ def make(
     precision, saved = search.natural_precision(captured, machine), captured.asked("saved_activations")
     chosen, because = search.choose(rows, precision, saved)
     if chosen is not None and chosen.how != "traced" and chosen.cut.world_size <= _RETRACED:
+        book.until = None
         with suppress(EvenerError):  # the chosen one is traced as it is; everything else may follow from others
             exact = search.price(book.traced(chosen.cut), machine, captured)
             rows = [exact if row is chosen else row for row in rows]
@@ -182,7 +187,7 @@ def make(
         because += search.fragments(book.trace(chosen.cut), chosen, machine)
     others: tuple[str, ...] = ()
     if neighbours and machine.nodes <= _FEW_NODES and (strategy := captured.asked("strategy")) != "single":
-        book.progress = ""
+        book.progress, book.until = "", None if everything else time.monotonic() + _NEIGHBOURS
         near = [one for one in machine.neighbours() if strategy is None or one.gpus * one.nodes > 1]
         others = tuple(search.neighbour(book, captured, one) for one in near)
     return Plan(

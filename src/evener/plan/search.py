@@ -26,12 +26,13 @@ from evener.plan.memory import Family, peak_of, support, terms_of
 from evener.plan.values import Cut, Share, Term, Trace
 
 RESERVED_MARGIN = 0.12
-ENOUGH_SECONDS = 60.0  # of tracing, when a cut that fits is found: then the rest is not compared unless asked
+# After so long, once a cut fits, the rest is left out unless asked for; sooner what only a comparison would take.
+ENOUGH_SECONDS, ENOUGH_FOR_OTHERS = 90.0, 40.0
 RECOMPUTE = ("none", "selective", "full")
 _ORDER = ("single", "ddp", "dp", "hsdp", "fsdp")  # what is simpler and moves less, first
 _STATES = {"SGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2}  # at least so many copies of the parameters
 
-Tracer = Callable[[Cut], Trace]
+Tracer = Callable[[Cut, float | None], Trace]  # TimeoutError where it takes longer than so many seconds
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Book:
         self.tracer, self.say = tracer, say
         self.progress = ""
         self.made: dict[Cut, Trace] = {}
-        self.seconds = 0.0
+        self.began, self.seconds = time.monotonic(), 0.0  # seconds: of tracing alone
+        self.until: float | None = None  # on the same clock; None: as long as it takes
         self.families: dict[Cut, Family | None] = {}
         self.refused: dict[Cut, EvenerError] = {}
 
@@ -106,10 +108,13 @@ class Book:
         if cut.family in self.refused:
             raise self.refused[cut.family]
         if cut not in self.made:
-            self.say(f"{self.progress}tracing {cut.words()}")
             began = time.monotonic()
+            left = None if self.until is None else self.until - began
+            if left is not None and left <= 0:
+                raise TimeoutError(cut.words())
+            self.say(f"{self.progress}tracing {cut.words()}")
             try:
-                self.made[cut] = self.tracer(cut)
+                self.made[cut] = self.tracer(cut, left)
             except EvenerError as error:
                 self.refused[cut.family] = error
                 raise
@@ -259,11 +264,13 @@ def rows_of(
     cuts = combinations(captured, machine, world)
     for number, cut in enumerate(cuts, 1):
         book.progress = f"{number}/{len(cuts)} "
-        enough = book.seconds > ENOUGH_SECONDS and any(row.verdict == "fits" for row in rows)
-        if enough and not everything and states_bytes(cut, captured) <= machine.capacity_bytes:
+        if not everything and any(row.verdict == "fits" for row in rows):
+            other = cut.precision != cuts[0].precision or cut.saved_activations != cuts[0].saved_activations
+            book.until = book.began + (ENOUGH_FOR_OTHERS if other else ENOUGH_SECONDS)
+        try:
+            rows += list(_sizes(book, cut, captured, machine))
+        except TimeoutError:
             left.append(cut)
-        else:
-            rows += _sizes(book, cut, captured, machine)
     plain = {_figures(row): row for row in rows if row.cut.saved_activations == "keep"}
     rows = [row for row in rows if row.cut.saved_activations == "keep" or _figures(row) not in plain]
     rows.sort(key=lambda row: (_ORDER.index(row.cut.strategy), row.cut.precision != cuts[0].precision))
@@ -365,7 +372,10 @@ def neighbour(book: Book, captured: Captured, other: Machine) -> str:
         return f"{what}: not possible, the global batch has {captured.global_batch_size} rows"
     for cut in combinations(captured, other, world):  # the first that fits, for the sake of time
         if cut.precision == natural_precision(captured, other):
-            chosen, _ = choose(_sizes(book, cut, captured, other), cut.precision, cut.saved_activations)
+            try:
+                chosen, _ = choose(_sizes(book, cut, captured, other), cut.precision, cut.saved_activations)
+            except TimeoutError:
+                return f"{what}: not compared, for the sake of time"
             if chosen is not None:
                 took = chosen.seconds_per_update
                 time = "" if took is None else f", {duration(took)} an update"

@@ -7,8 +7,8 @@ difference: what the script moves to "cuda" before its Run stays on the CPU. In 
 takes over: it tells what it found, answers requests for traces, and ends the process; nothing after that line runs.
 Two pipes carry it, one JSON object a line:
 
-    -> {"captured": {...}}                          <- {"cut": {...}, "device": "cuda", "capability": [9, 0]}
-    -> {"trace": {...}} or {"error": {cause, evidence, fix}}
+    -> {"captured": {...}}              <- {"cut": {...}, "device": "cuda", "capability": [9, 0], "seconds": null}
+    -> {"trace": {...}}, {"late": true} or {"error": {cause, evidence, fix}}
 """
 
 from __future__ import annotations
@@ -104,10 +104,12 @@ def serve(config: Config, model: Any, optimizer: Any, loss_fn: Any, dataset: Any
             step, captured = _look(config, model, optimizer, loss_fn, dataset, tuple(staying.lines if staying else ()))
             _tell(answers, captured=asdict(captured))
             for asked in map(json.loads, requests):
-                cut, capability = Cut(**asked["cut"]), asked["capability"] and tuple(asked["capability"])
+                how = {**asked, "capability": asked["capability"] and tuple(asked["capability"])}
+                cut = Cut(**how.pop("cut"))
                 try:
-                    trace = step.trace_forked(cut, device=asked["device"], capability=capability)
-                    _tell(answers, trace=trace.to_json())
+                    _tell(answers, trace=step.trace_forked(cut, **how).to_json())
+                except TimeoutError:
+                    _tell(answers, late=True)
                 except Exception as error:
                     _tell(answers, error=words(error))
         except Exception as error:
@@ -148,8 +150,8 @@ def make_plan(
     machine = calibrated(devices, cpu=cpu_name())
     step, captured = _look(Config.merge(keywords, ConfigFile.find()), model, optimizer, loss_fn, dataset, ())
 
-    def trace(cut: Cut) -> Trace:
-        return step.trace_forked(cut, device=machine.device, capability=machine.capability)
+    def trace(cut: Cut, seconds: float | None) -> Trace:
+        return step.trace_forked(cut, device=machine.device, capability=machine.capability, seconds=seconds)
 
     return make(trace, captured, machine)
 
