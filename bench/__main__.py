@@ -10,7 +10,7 @@ import platform
 import sys
 from pathlib import Path
 
-PARTS = ("step", "gpt", "ddp", "exact", "data", "checkpoint", "task", "launch", "phases", "plan", "memory")
+PARTS = ("step", "gpt", "ddp", "fsdp", "exact", "data", "checkpoint", "task", "launch", "phases", "plan", "memory")
 
 
 def main() -> int:
