@@ -51,7 +51,7 @@ def race(place: Path, seed: int, way: str) -> dict:
     (place / "locks").chmod(0o1777)
     environ = Fake(place, EIGHT).environ()
     command = [sys.executable, str(SCRIPTS / "gpu_race.py"), str(place / "locks"), "50", str(seed), way]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -26,7 +26,7 @@ from evener.gpus import leases, look, owners, pick
 
 GPUS = 8
 USERS = (65001, 65002, 65003)
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 500
 processes = next(line.split()[1] for line in open(os.environ["FAKE_NVML"]) if line.startswith("procs_dir"))  # noqa: SIM115
 
 
