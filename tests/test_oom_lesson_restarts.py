@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -137,32 +136,34 @@ def test_overlapped_ddp_and_fsdp(tmp_path, how, nproc, lesson):
 
 
 DEAF = """
-import os, sys, time
+import os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})
 import evener
 from evener.errors import LessonError
+raised, pulse = pathlib.Path("raised"), pathlib.Path("pulse")
+if raised.exists():
+    sys.exit()
 if evener.rank() == 0:
-    time.sleep(1)
+    while not pulse.exists():
+        time.sleep(0.05)
+    raised.write_text(str(time.time()))
     raise LessonError("Out of memory in the backward of 8 rows on rank 0.").of(4)
-import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-time.sleep(600)
+while True:
+    pulse.touch()
+    time.sleep(0.05)
 """
 
 
-@pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.skipif(sys.platform != "linux", reason="evener run")
 def test_a_rank_that_hears_nothing_is_ended_in_seconds(tmp_path):
     """torch's agent alone would wait half a minute for it, a collective ten."""
     (tmp_path / "train.py").write_text(DEAF.format(root=ROOT))
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "evener", "run", "--cpu", "--nproc", "2", "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=800, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    seconds = time.monotonic() - begin
-    attempts = done.stderr.count("start with the lesson in 1 s")
-    print(f"{seconds / 13:.1f} s an attempt")
-    assert done.returncode == EXIT_LESSON and attempts == 12, done.stderr
-    assert "out of memory 13 times, with ever smaller cuts" in done.stderr
-    assert seconds < 13 * 25  # 30 and more with the agent's patience
+    assert done.returncode == 0 and "start with the lesson in 1 s" in done.stderr, done.stderr
+    lived = (tmp_path / "pulse").stat().st_mtime - float((tmp_path / "raised").read_text())
+    print(f"the deaf rank lived {lived:.1f} s longer")
+    assert lived < 20  # 5 s are promised on an idle machine; with the agent's patience it is 30
