@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from evener.checkpoint.manifest import check as whole_checkpoint
@@ -313,7 +313,7 @@ def play(forks, folder, script, whole):
 
 EVERYTHING = [
     {"world": 3, "workers": 1, "save_every": 2, "save_at": 3, "kill": {"rank": 2, "update": 6, "where": "forward", "call": 0}},
-    {"world": 2, "workers": 0, "save_every": 5, "break_at": 9, "load_at": 7},
+    {"world": 2, "workers": 0, "save_every": 5, "break_at": 9, "load_at": 6},
     {"world": 4, "workers": 0, "save_every": 3, "kill": {"rank": 0, "update": 11, "where": "save", "call": 5}},
 ]  # fmt: skip
 
@@ -328,6 +328,7 @@ def test_one_script_with_everything(forks, uninterrupted, tmp_path):
 def test_any_script(forks, uninterrupted, tmp_path):
     @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(starts, min_size=1, max_size=4))
+    @example([{"world": 1, "workers": 0, "save_every": 5, "save_at": 1, "load_at": 4, "break_at": 7}])
     def any_script(script):
         play(forks, tmp_path / "run", script, uninterrupted)
 

@@ -283,6 +283,36 @@ def test_register_state_save_load_export(ranks, tmp_path, world):
     make().load_state_dict(load_file(tmp_path / "run" / "weights.safetensors"))
 
 
+def going_back(folder, back_at, keywords):
+    """A run with a schedule; after update `back_at` (once) everything is put back to what it was after update 1."""
+    model = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
+    rates = {}
+    with evener.Run(
+        model, optimizer, row_loss, mlp_rows(30), global_batch_size=12, precision="fp32", dir=folder,
+        scheduler=schedule, ema=0.9, **keywords,
+    ) as run:  # fmt: skip
+        for update in run.updates(epochs=3):
+            if update.number == 1 and not rates.get(back_at):
+                run.save("one")
+            rates.setdefault(update.number, []).append(float(optimizer.param_groups[0]["lr"]))
+            if update.number == back_at and len(rates[back_at]) == 1:
+                run.load("one")
+        return rates, run.digest(), schedule.last_epoch
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("keywords", [{"exact": True, "slice_size": 2}, {"sync_every": 3}])
+def test_load_takes_back_what_the_last_update_still_had_to_do(ranks, tmp_path, world, keywords):
+    """Its schedule step, and how far local SGD had drifted: in the middle (4) and at the end (5) of an epoch."""
+    straight = ranks(world)(going_back, str(tmp_path / "straight"), None, keywords)[0]
+    for back_at in (3, 4, 5):
+        rates, digest, steps = ranks(world)(going_back, str(tmp_path / f"{back_at}"), back_at, keywords)[0]
+        assert (digest, steps) == straight[1:], back_at
+        assert {number: seen[-1] for number, seen in rates.items()} == {n: r[0] for n, r in straight[0].items()}
+
+
 def test_what_register_load_and_save_refuse(tmp_path):
     with new_run(tmp_path / "run") as run:
         with pytest.raises(UsageError, match="has no state_dict"):

@@ -359,7 +359,7 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Called on all ranks with the same state; no communication.
+        """Continue from `state_dict()`. Called on all ranks with the same state. Waits for the device; no communication.
 
         Raises:
             UsageError: the state belongs to another precision, to other optimizers, or has parts this engine lacks.
@@ -374,6 +374,7 @@ class Engine:
         ):
             if not same:
                 raise UsageError(f"{cause}.", fix=["construct the engine as it was when the state was saved"])
+        self.settle()  # or the schedule step of an update that is taken back would come after this
         if self.shards is not None:
             self.shards.load_state_dict(state["model"])
         else:
@@ -383,6 +384,7 @@ class Engine:
             self.ema.load_state_dict(state["ema"])
         for name, target in self.targets.items():
             target.load_state_dict(state["targets"][name], self.shards)
+            target.spread.loaded()
         self.number = state["number"]
 
     def groups(self) -> dict[str, list[list[str]]]:

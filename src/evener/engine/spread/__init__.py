@@ -74,6 +74,9 @@ class Spread:
     def meet(self) -> None:
         """Make what ranks hold equal, where it may differ between updates (local SGD). Collective then."""
 
+    def loaded(self) -> None:
+        """A state was loaded: ranks hold the same again."""
+
     def close(self) -> None:
         """Remove what was attached to the model."""
 

@@ -71,6 +71,9 @@ class LocalSGD(Replicas):
         dist.all_reduce(square)
         return (square / self.world_size).sqrt()
 
+    def loaded(self) -> None:
+        self.since = 0
+
     @torch.no_grad()
     def meet(self) -> None:
         """Average over ranks what the steps since the last time have changed. Collective; nothing when nothing has."""
