@@ -359,7 +359,7 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Called on all ranks with the same state. Waits for the device; no communication.
+        """Continue from `state_dict()`. On all ranks with the same state. Waits for the device; no communication.
 
         Raises:
             UsageError: the state belongs to another precision, to other optimizers, or has parts this engine lacks.
