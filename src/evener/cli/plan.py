@@ -57,6 +57,12 @@ def main(argv: list[str]) -> int:
             return child.trace(cut, seconds, device=machine.device, capability=machine.capability)
 
         plan = make(trace, captured, machine, say=_say, everything=given.all)
+    if plan.chosen is not None and given.module is None and machine.nodes == 1:
+        from evener.plan import kept
+
+        where = kept.place(target, given.set, machine.kind_name, machine.gpus)
+        if kept.keep(where, target[0], plan.to_json()):
+            _say(f"kept for `evener run` on {machine.name}")
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if given.json:

@@ -93,6 +93,10 @@ def main(argv: list[str]) -> int:
     gpus, lease = (machine.Gpus(()), None) if request.cpu else take_gpus(given, request.nproc, environ)
     here = machine.look(gpus)
     nproc = command.processes(request, here)[0]
+    if given.plan is None and given.module is None and hosts is None:
+        planned, note = kept_plan(given, target, gpus, nproc)
+        request = dataclasses.replace(request, **planned)
+        tell(note)
 
     def launch_of(attempt: int, round: Round | None = None, request: Request = request, run_id: str = run_id) -> Launch:
         return command.decide(request, here, environ, run_id=run_id, cwd=os.getcwd(), attempt=attempt, round=round)
@@ -254,7 +258,7 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
         raise UsageError("evener run: which script?", fix=["evener run SCRIPT [ARGS ...], or -m MODULE; --help"])
     nproc = None if given.nproc is None else to_count(given.nproc)
     planned: dict[str, Any] = {}
-    if given.plan is not None:
+    if given.plan not in (None, "none"):
         from evener.plan.make import read_plan_file
 
         ranks, planned = read_plan_file(given.plan)
@@ -268,6 +272,20 @@ def to_request(given: argparse.Namespace, target: list[str]) -> Request:
     asked = {"cpu": given.cpu, "bind": not given.no_numa, "debug": given.debug is not None}
     asked |= {"logs": given.log_dir, "tee": given.tee, "module": given.module is not None}
     return Request(target[0], tuple(target[1:]), nproc=nproc, **asked, **planned)
+
+
+def kept_plan(given: argparse.Namespace, target: list[str], gpus: Gpus, nproc: int) -> tuple[dict[str, Any], str]:
+    """What `evener plan` has found for this script on these devices before, and what to say about it."""
+    from evener import facts
+    from evener.plan import kept
+
+    kind = "cpu" if gpus.words == () else gpus.kinds[0] if len(gpus.kinds) == 1 else None
+    if kind is None:
+        return {}, ""
+    known = facts.find(kind) if kind != "cpu" else None
+    planned, note = kept.find(kept.place(target, given.set, known.name if known else kind, nproc), target[0])
+    planned.pop("overrides", None)  # the same words are on this command line
+    return planned, note
 
 
 def take_gpus(given: argparse.Namespace, nproc: int | None, environ: Mapping[str, str]) -> tuple[Gpus, Lease | None]:
@@ -293,11 +311,11 @@ def take_gpus(given: argparse.Namespace, nproc: int | None, environ: Mapping[str
         picked = pick.choose(wish, pick.universe(snapshot, environ))
     else:
         picked = pick.pick(wish, environ, lock_folder=folder.path, say=pick.say_on_stderr)
-    kinds = ", ".join(dict.fromkeys(gpu.name or "no name" for gpu in picked.gpus))
+    kinds = tuple(dict.fromkeys(gpu.name or "no name" for gpu in picked.gpus))
     names = ", ".join(str(gpu.index) if isinstance(gpu, Gpu) else str(gpu.uuid) for gpu in picked.gpus)
     nodes = tuple(gpu.numa_node if isinstance(gpu, Gpu) else None for gpu in picked.gpus)
     held = picked.lease.descriptors if picked.lease is not None else ()
-    return Gpus(picked.uuids, "", f"GPU {names} ({kinds})", nodes, held, picked.notes), picked.lease
+    return Gpus(picked.uuids, "", f"GPU {names} ({', '.join(kinds)})", kinds, nodes, held, picked.notes), picked.lease
 
 
 def to_wish(given: argparse.Namespace, nproc: int | None) -> Wish:

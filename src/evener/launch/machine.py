@@ -17,6 +17,7 @@ class Gpus:
     words: tuple[str, ...] | None  # for CUDA_VISIBLE_DEVICES; None: they cannot be counted, and nobody guesses
     unknown_because: str = ""
     text: str = "GPUs"  # what the user is told: "GPU 6, 7 (NVIDIA A100-SXM4-80GB)"
+    kinds: tuple[str, ...] = ()  # the names of those that are GPUs, as the driver says them
     numa_nodes: tuple[int | None, ...] = ()  # the memory node of each; None: not known
     leased: tuple[int, ...] = ()  # descriptors of the lease: whoever has one keeps the claim alive
     notes: tuple[str, ...] = ()
