@@ -93,6 +93,9 @@ class Pool:
                 ok, value = pipe.recv() if pipe.poll(wait) else (False, f"no answer within {wait} s")
             except EOFError:
                 ok, value = False, "the process ended"
+            except BaseException:  # interrupted or timed out: the next call would get these answers
+                self.stop()
+                raise
             results.append(value)
             if not ok:
                 failures.append(f"rank {rank}: {value}")
