@@ -381,6 +381,26 @@ def test_the_seed_is_said_and_the_grid_has_every_kind():
     assert {case.model for case in cases} == set(MODELS)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "keywords"),
+    [
+        ("ddp", {"exact": True, "slice_size": 2}),
+        ("fsdp", {"exact": True, "slice_size": 2}),
+        ("ddp", {"coupled": True, "slice_size": 2}),
+        ("ddp", {"gradient_compression": "bf16"}),
+        ("ddp", {"sync_every": 2}),
+        ("ddp", {"ema": 0.9}),
+    ],
+)
+def test_every_way_to_sum_gradients_is_traced(strategy, keywords):
+    trace = gpt_step(**keywords).trace(Cut(strategy, "fp32", microbatch_size=2, microbatches=2, world_size=2))
+    plain = gpt_step().trace(Cut("single", "fp32", microbatch_size=2, microbatches=2))
+    assert peak_of(trace).bytes > 0.5 * peak_of(plain).bytes
+    if strategy == "ddp" and "exact" in keywords:  # own slices, what is received, and the sum: as large as gradients
+        gradients = sum(one.numel() * 4 for one in Gpt(layers=2).parameters())
+        assert by_category(peak_of(trace).at_peak)["communication"] > gradients
+
+
 def test_data_parallels_first_device_has_the_others_gradients():
     model = Mlp()
     step = Step(

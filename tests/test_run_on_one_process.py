@@ -161,6 +161,34 @@ def test_bad_rows_are_left_out_and_recorded(tmp_path, exact):
     assert [event["row"] for event in bad] == [3, 11, 12, 13] and "corrupt image 3" in bad[0]["error"]
 
 
+def test_ranks_without_work_are_said():
+    from evener.run.words import idle_ranks
+
+    assert idle_ranks(64, 4, 3) == idle_ranks(3, None, 3) == []
+    assert idle_ranks(16, 16, 3) == [
+        "2 of 3 ranks have nothing to do: an update is one slice of 16 rows; slice_size=5 gives every rank one"
+    ]
+    assert idle_ranks(2, None, 3) == ["1 of 3 ranks has nothing to do: an update is 2 rows"]
+    assert idle_ranks(2, 1, 4) == ["2 of 4 ranks have nothing to do: an update is 2 slices of 1 rows"]
+
+
+def skipping(folder):
+    with run_of(folder, data=Sometimes({3, 11, 12, 13, 19}), on_bad_sample="skip", order="sequential") as run:
+        rows = [update.rows for update in run.updates(epochs=2)]
+        return rows, run.is_main and [event for event in events(run) if event["kind"] == "bad_row"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_that_another_rank_could_not_read_are_named_too(ranks, tmp_path, world):
+    rows, bad = ranks(world)(skipping, tmp_path)[0]
+    assert rows == [7, 5, 3] * 2
+    assert sorted((one["update"], one["row"]) for one in bad) == [
+        *((0, 3), (1, 11), (1, 12), (1, 13), (2, 19)),
+        *((3, 3), (4, 11), (4, 12), (4, 13), (5, 19)),
+    ]
+    assert {one["rank"] for one in bad} >= set(range(1, world))
+
+
 def test_a_bad_row_is_named(tmp_path):
     with run_of(tmp_path, data=Sometimes({5})) as run, pytest.raises(DataError) as error:
         list(run.updates(epochs=1))

@@ -20,6 +20,7 @@ import signal
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -265,7 +266,10 @@ class Step:
             keywords["fsdp"] = {"shard_ranks": cut.world_size // cut.replicas, **(keywords.get("fsdp") or {})}
         precision = keywords.pop("precision", None)
         check = private.exchanged(shards, "check_rowwise", private.outside(check_rowwise))
-        with private.models_stay(), check:
+        with private.models_stay(), check, warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="Accessing the data pointer of FakeTensor"
+            )  # an average is a copy
             return Engine(
                 self.model,
                 self.optimizer,
@@ -387,7 +391,8 @@ def _watch(ledger: Ledger, engine: Engine, target: Any) -> None:
             if parameter.grad is not None:
                 ledger.tag(parameter.grad, "gradient", ledger.names.get(id(parameter), ""))
         for bucket in buckets:  # gradients are views of them in the end, but they stay
-            ledger.tag(bucket.flat, "communication", "")
+            for tensor in bucket.held():
+                ledger.tag(tensor, "communication", "")
 
     def around(owner: Any, name: str, phase: str, before: Any = _say_nothing, after: Any = _say_nothing) -> None:
         call = getattr(owner, name)

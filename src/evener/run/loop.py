@@ -35,6 +35,7 @@ class Loop:
         self.until: int | None = None  # the epoch that it ends before, then
         self.sums = Sums()  # of the epoch
         self.epoch_rows = 0  # used of the epoch of the newest update
+        self.left_out: list[tuple[int, int, str]] = []  # (update, row, error) of this rank, which rank 0 does not know
         self.stop_reason = ""
         self.ended = False
         self.error_before = uncaught()  # an older cell's, in a notebook
@@ -115,15 +116,27 @@ class Loop:
                 ]
                 for row, text in portion.skipped:
                     run._report("bad_row", run.number, {"row": row, "error": text})
+                    self.left_out += [(run.number, row, text)] * (not run.is_main)
                 # From here on the batch counts as used: its body may save.
                 self.cursor = portion.next
                 self.batches += 1
                 yield Batch(portion, parts)
                 run._out.after_last()
+                if portion.ends_epoch:
+                    self._gather_left_out()
                 self._between()
                 if self.cursor is not portion.next:
                     break  # the body called load(): read on from there
+        self._gather_left_out()
         self._end_epochs()
+
+    def _gather_left_out(self) -> None:
+        """Rank 0 tells of rows that other ranks could not read: they have no events. Collective, with "skip"."""
+        if self.run.config.on_bad_sample == "skip":
+            every, self.left_out = comm.all_gather(self.left_out), []
+            for rank, rows in enumerate(every if self.run.is_main else ()):
+                for number, row, text in rows:
+                    self.run._report("bad_row", number, {"row": row, "error": text, "rank": rank})
 
     def _end_epochs(self) -> None:
         """Schedules make the steps of the epochs that are over."""
@@ -205,6 +218,7 @@ class Loop:
             self.save(run.number, behind=True)
 
     def save(self, name: str | int, *, behind: bool = False) -> None:
+        self._gather_left_out()
         position = {
             "cursor": [self.cursor.epoch, self.cursor.offset],
             "stream": marks_of(self.cursor, self.run.config.stream, self.run.world_size),

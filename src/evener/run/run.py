@@ -46,7 +46,7 @@ from evener.run.silent import cpu_beside_gpus, strays
 from evener.run.trial import Watch
 from evener.run.uncaught import explain_uncaught
 from evener.run.values import give_values
-from evener.run.words import circumstances, contract_of, in_words
+from evener.run.words import circumstances, contract_of, idle_ranks, in_words
 
 _OF_ENGINE = [name for name in inspect.signature(Engine).parameters if name in keyword_groups()]
 _OF_FEED = ["global_batch_size", "order", "drop_last", "collate_fn", "num_workers", "stream", "on_bad_sample", "seed"]
@@ -172,7 +172,8 @@ class Run:
         rows, size = self.feed.length(0), config.global_batch_size
         if rows is not None and rows < size:
             notes.append(f"an epoch has {rows} rows, less than the global batch of {size}: one update")
-        for note in (*notes, *source_notes, *self.engine.notes):
+        idle = idle_ranks(size, self.engine.cut.slice_size, self.world_size)
+        for note in (*notes, *source_notes, *self.engine.notes, *idle):
             self._say(note)
         for event in self._before:
             self._report(*event)
@@ -472,7 +473,7 @@ class Run:
         self.close()
 
     def _tell_error(self, error: BaseException) -> None:
-        self._out.folder.event("error", update=self.number, type=type(error).__name__, text=str(error))
+        self._out.event_of_rank("error", self.number, {"type": type(error).__name__, "text": str(error)})
 
     def _report(self, kind: str, update: int, fields: dict[str, Any]) -> None:
         """Events of the engine: into events.jsonl with the rows they concern, and in words on the console."""
@@ -481,7 +482,7 @@ class Run:
             return
         if kind in ("skip", "zero_count"):
             fields = {"row_ids": self._portions[update].ids().tolist(), **fields}
-        self._out.folder.event(kind, update=update, rank=self.rank, **fields)
+        self._out.folder.event(kind, update=update, **{"rank": self.rank, **fields})
         if line := in_words(kind, update, fields):
             self._out.console.say(line)
         if kind == "oom" and update == self._counts_at:

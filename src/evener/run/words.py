@@ -98,8 +98,22 @@ def in_words(kind: str, update: int, fields: Mapping[str, Any]) -> str:
     if kind == "warning":
         return str(fields["text"])
     if kind == "bad_row":
-        return f"row {fields['row']} left out: {fields['error']}"
+        by = f" by rank {fields['rank']}" if fields.get("rank") else ""
+        return f"row {fields['row']} left out{by}: {fields['error']}"
     return ""
+
+
+def idle_ranks(global_batch_size: int, slice_size: int | None, world_size: int) -> list[str]:
+    """A line where an update has fewer pieces than there are ranks."""
+    pieces = -(-global_batch_size // (slice_size or 1))
+    if pieces >= world_size:
+        return []
+    idle, each = world_size - pieces, global_batch_size // world_size
+    what = "1 row" if slice_size is None else f"one slice of {slice_size} rows"
+    if pieces > 1:
+        what = f"{pieces} rows" if slice_size is None else f"{pieces} slices of {slice_size} rows"
+    fix = f"; slice_size={each} gives every rank one" if slice_size is not None and each else ""
+    return [f"{idle} of {world_size} ranks {'has' if idle == 1 else 'have'} nothing to do: an update is {what}{fix}"]
 
 
 def circumstances(model: torch.nn.Module, device: torch.device) -> dict[str, Any]:

@@ -32,6 +32,9 @@ class Bucket:
         self.waiting = len(members)
         self.work: dist.Work | None = None
 
+    def held(self) -> list[torch.Tensor]:
+        return [self.flat]
+
 
 class Replicas(Spread):
     """Every rank has the whole model, and what is added up is added up over ranks."""

@@ -91,6 +91,9 @@ class Bucket:
         self.whole = self.rows.new_empty(world * self.chunk)
         self.received = self.rows.new_empty(0)
 
+    def held(self) -> list[torch.Tensor]:
+        return [self.rows, self.whole, self.received]
+
     def combine(self, nodes: dict[Node, Sum], leaves: int) -> list[torch.Tensor | None]:
         """The roots of the tree over all ranks, as views; None where no slice used the parameter. Two collectives."""
         held = [nodes_after(leaves, *share(leaves, rank, self.world)) for rank in range(self.world)]
