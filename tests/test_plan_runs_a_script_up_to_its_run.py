@@ -68,14 +68,24 @@ def test_a_script_without_a_run(child):
 
 def test_a_script_that_never_mentions_evener_is_refused_before_it_runs(tmp_path, capsys):
     script = tmp_path / "old.py"
-    script.write_text("open('ran', 'w')")
+    (tmp_path / "port.py").write_text("import evener")  # of no concern: old.py does not import it
+    script.write_text("import os, parts\nopen('ran', 'w')")
     assert main(["plan", "--cpu", str(script)]) == 1
     text = capsys.readouterr().err
-    assert "neither it nor a module beside it mentions evener. Nothing was run." in text
+    assert "neither it nor what it imports from beside it mentions evener. Nothing was run." in text
     assert f"evener lint {script}" in text and "docs/migrate/" in text and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["import parts.training", "from parts import training", "from parts.training import fit", "import parts"]
+)
+def test_what_a_script_imports_from_beside_it_may_make_the_run(tmp_path, line):
+    (tmp_path / "old.py").write_text(line)
     (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "training.py").write_text("import evener")
-    _check_mentions(str(script))
+    (tmp_path / "parts" / "__init__.py").write_text("from .training import fit" if line == "import parts" else "")
+    (tmp_path / "parts" / "training.py").write_text("from deep import fit")
+    (tmp_path / "deep.py").write_text("import evener\n\n\ndef fit(): ...")
+    _check_mentions(str(tmp_path / "old.py"))
 
 
 CASES = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
+import ast
 import json
 import os
 import re
@@ -73,15 +72,27 @@ def main(argv: list[str]) -> int:
 
 
 def _check_mentions(script: str) -> None:
-    """Without this a script that never makes a Run trains to its end first."""
-    folder = os.path.dirname(script) or "."
-    beside = [*glob.glob(f"{glob.escape(folder)}/*.py"), *glob.glob(f"{glob.escape(folder)}/*/*.py")]
-    for path in (script, *beside):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if b"evener" in file.read():
-                return
+    """Without this a script that never makes a Run trains to its end first, and writes over what it wrote before."""
+    paths, folder = [script], os.path.dirname(script)
+    for path in paths:  # it grows: what the script imports from beside it, and what that imports
+        try:
+            with open(path, encoding="utf-8") as file:
+                if "evener" in (text := file.read()):
+                    return
+            nodes = list(ast.walk(ast.parse(text)))
+        except (OSError, ValueError, SyntaxError):
+            return  # Python's own words are better
+        names = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                names += [node.module or "", *(f"{node.module or ''}.{one.name}".strip(".") for one in node.names)]
+        for name in filter(None, names):
+            for base in {folder, os.path.dirname(path)}:
+                module = os.path.join(base, *name.split("."))
+                found = (f"{module}.py", os.path.join(module, "__init__.py"))
+                paths += [one for one in found if one not in paths and os.path.isfile(one)]
     raise LaunchError(
-        f"{script} makes no evener.Run: neither it nor a module beside it mentions evener. Nothing was run.",
+        f"{script} makes no evener.Run: neither it nor what it imports from beside it mentions evener. Nothing was run.",
         fix=[
             "planning needs the step in a Run: docs/migrate/ shows which lines of DDP, accelerate, ... that replaces",
             f"evener lint {script} looks at the script as it is, evener run {script} starts it as it is",
