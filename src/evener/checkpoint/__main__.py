@@ -73,12 +73,22 @@ def found(path: Path) -> list[Path]:
         return [path]
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if not folder.is_dir():
-        raise UsageError(f"there is no directory {path}.")
+        raise UsageError(f"there is no directory {path}.", fix=near(path))
     inside = [one for one in folder.iterdir() if (one / MANIFEST).exists() and not one.name.startswith(".")]
     if not inside:
         fix = ["give a run directory, its checkpoints folder, or one checkpoint"]
         raise UsageError(f"{path} holds no checkpoint.", fix=fix)
     return sorted(inside, key=lambda one: -(one / MANIFEST).stat().st_mtime)
+
+
+def near(path: Path) -> list[str]:
+    """Runs beside the one that is not there, the most alike first; else what to give."""
+    runs = [one.name for one in path.parent.glob("*") if (one / "checkpoints").is_dir()]
+    close = nearest(path.name, runs)
+    named = [close] if close else sorted(runs)[:5]
+    return [str(path.parent / one) for one in named] or [
+        "give a run directory, its checkpoints folder, or one checkpoint"
+    ]
 
 
 def newest_whole(path: Path) -> tuple[Path, dict[str, Any]]:

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     from evener.report.record import Record
     from evener.report.summary import summary
 
-    records = [Record.read(path.expanduser()) for path in given.runs]
+    records = [Record.read(path.expanduser(), _lost_peer) for path in given.runs]
     told = [summary(record, _explained(record), _peak(record)) for record in records]
     if given.json:
         print(json.dumps(strict({"version": __version__, "runs": told}), indent=1))
@@ -38,6 +38,13 @@ def main(argv: list[str]) -> int:
         print("\n  ".join([f"{one['name']}: {one['headline']}", *one["findings"]]))
     print(f"{target} ({len(text) // 1024:,} KiB)", file=sys.stderr)
     return 0
+
+
+def _lost_peer(kind: str, text: str) -> bool:
+    from evener.launch.failure import is_victim
+    from evener.launch.records import Raised
+
+    return is_victim(Raised(kind, "", text, None, ""))
 
 
 def _peak(record: Record) -> tuple[float | None, str]:

@@ -79,7 +79,8 @@ def lines(gpus: Snapshot, runs: list[Running], *, columns: int) -> list[str]:
     from evener.gpus.table import render
     from evener.report.live import run_lines
 
-    found = [f"evener top  {socket.gethostname()}  {time.strftime('%H:%M:%S')}", *render(gpus, columns).splitlines()]
+    found = [f"evener top  {socket.gethostname()}  {time.strftime('%H:%M:%S')}"]
+    found += [gpus.trouble.cause] if gpus.trouble and not gpus.trouble.broken else render(gpus, columns).splitlines()
     slowed = [one for one in gpus.gpus if one.health.throttle]
     found += [f"GPU {one.index} is slowed: {', '.join(one.health.throttle or ())}" for one in slowed]
     found += ["", *(["no evener run on this machine (that you may see)"] if not runs else [])]

@@ -6,6 +6,7 @@ count, and the first and last of a kind.
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import socket
@@ -13,7 +14,7 @@ import statistics
 import time
 import tomllib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
@@ -138,19 +139,26 @@ class Record:
         self.config: dict[str, dict[str, str]] = {}
 
     @classmethod
-    def read(cls, path: Path) -> Record:
-        """UsageError: there is no run in this directory."""
+    def read(cls, path: Path, lost_peer: Callable[[str, str], bool] = lambda kind, text: False) -> Record:
+        """UsageError: there is no run in this directory. lost_peer: whether an exception's type and text say only that
+        another rank is gone.
+        """
         record = cls(path)
         try:
             record.goodput = goodput(record._taken(read_events(path / "events.jsonl"))) or record.goodput
         except OSError as error:
             raise _no_run(path, error) from None
+        errors: dict[tuple[int, int], dict[str, Any]] = {}  # of the other ranks, one for each start and rank
         for file in sorted(path.glob("events-rank*.jsonl"))[:RANKS]:
             with suppress(OSError, ValueError):
                 times = record.ranks.setdefault(int(file.stem.removeprefix("events-rank")), RankTimes())
-                for event in (one for one in read_events(file) if one["kind"] == "phases"):
+                for event in read_events(file):
                     at = number(event.get("t")) or 0.0
-                    times.take(event, max((began for began in record.began if began <= at), default=None))
+                    if event["kind"] == "phases":
+                        times.take(event, max((began for began in record.began if began <= at), default=None))
+                    elif event["kind"] == "error":
+                        one = _incident("error", event)
+                        errors[record._start_of(one), one["rank"] or 0] = one
         config = next(iter(read_json(path, "config.json")), {})
         for name, one in ((name, one) for name, one in list(config.items())[:200] if isinstance(one, dict)):
             value, origin = clean(json.dumps(one.get("value")))[:TEXT], clean(one.get("origin"))[:40]
@@ -161,6 +169,7 @@ class Record:
             record.status = "finished" if (path / "finished").exists() else "died"  # the loop was left with `break`
             if record.status == "died":
                 record._died()
+        record._fold_ends(list(errors.values()), lost_peer)
         return record
 
     @property
@@ -174,9 +183,16 @@ class Record:
         newest = max((one.began or 0.0 for one in self.ranks.values()), default=0.0)
         return {rank: one for rank, one in sorted(self.ranks.items()) if (one.began or 0.0) == newest}
 
+    def without_work(self) -> list[int]:
+        """Ranks that computed nothing while others did: the batch has fewer pieces than there are ranks."""
+        ranks = {rank: one for rank, one in self.newest_ranks.items() if one.updates}
+        idle = [rank for rank, one in ranks.items() if not one.seconds("forward", "backward")]
+        return idle if len(idle) < len(ranks) else []
+
     def straggler(self) -> tuple[int, float, float] | None:
         """(rank, its own seconds an update, the others' median) where one rank keeps the others waiting."""
-        own = {rank: one.own() for rank, one in self.newest_ranks.items() if one.updates}
+        idle = self.without_work()
+        own = {rank: one.own() for rank, one in self.newest_ranks.items() if one.updates and rank not in idle}
         if len(own) < 2:
             return None
         worst = max(own, key=lambda rank: own[rank])
@@ -194,8 +210,12 @@ class Record:
         if kind == "start" and self.status == "going":
             self._died()
         self.newest = number(event.get("t")) or self.newest
-        self.status = _SAYS.get(kind, self.status)
-        self._count(kind, event)
+        before = kind == "update" and update is not None and update <= (-1 if (at := self.last_update) is None else at)
+        if not (
+            before and self.status in ("stopped", "finished", "failed")
+        ):  # its last point comes after its last word
+            self.status = _SAYS.get(kind, self.status)
+        self._count(kind, {**event, "logs": self._logs()} if kind == "error" else event)
         if kind == "start":
             self.newest_start = _shown(event)
             self.began = [*self.began[-NOTES:], number(event.get("t")) or 0.0]
@@ -224,14 +244,61 @@ class Record:
         self.counts[kind] += 1
         if kind not in ORDINARY:
             into = self.first_incidents if len(self.first_incidents) < INCIDENTS else self.last_incidents
-            t, update, rank = number(event.get("t")), _whole(event.get("update")), _whole(event.get("rank"))
-            t = t if t and 0 < t < 1e11 else None  # a year that calendars know
-            into.append({**_shown(event), "t": t, "update": update, "rank": rank, "kind": kind})
+            into.append(_incident(kind, event))
 
     def _died(self) -> None:
+        self._count("died", {"t": self.newest, "update": self.last_update, "logs": self._logs()})
+
+    def _logs(self) -> Any:
         start = self.newest_start
-        logs = f"{start['job']}-restart{start['attempt']}" if start.get("attempt") else start.get("job")
-        self._count("died", {"t": self.newest, "update": self.last_update, "logs": logs})
+        return f"{start['job']}-restart{start['attempt']}" if start.get("attempt") else start.get("job")
+
+    def _start_of(self, incident: Mapping[str, Any]) -> int:
+        return bisect.bisect_right(self.began, incident["t"] or 0.0)
+
+    def _fold_ends(self, errors: list[dict[str, Any]], lost_peer: Callable[[str, str], bool]) -> None:
+        """One incident for the end of each start: the first exception that no lost peer caused, of whichever rank."""
+        shown, ends = self.incidents, dict[int, list[dict[str, Any]]]()
+        for one in (*(one for one in shown if one["kind"] in ("error", "died")), *errors):
+            ends.setdefault(self._start_of(one), []).append(one)
+        for start, several in ends.items():
+            raised = sorted((one for one in several if one["kind"] == "error"), key=lambda one: one["t"] or 0.0)
+            causes = [one for one in raised if not lost_peer(str(one.get("type")), str(one.get("text")))]
+            end = (causes or [one for one in several if one["kind"] == "died"] or raised)[0]
+            if end["kind"] == "error":
+                told = [one for one in raised if all(one.get(name) == end.get(name) for name in ("type", "text"))]
+                other = [one for one in raised if one not in told]
+                if self.newest_start.get("world_size") != 1:
+                    end["who"], end["others"] = (ranks_text(one["rank"] or 0 for one in some) for some in (told, other))
+                end["lost_peer"] = not causes
+                if causes:
+                    end["logs"] = None
+                if start == len(self.began) and self.status == "died":
+                    self.status = "failed"
+            folded = set(map(id, several))
+            at = next((n for n, one in enumerate(shown) if id(one) in folded), None)
+            if at is None:
+                at = next((n for n, one in enumerate(shown) if (one["t"] or 0.0) > (end["t"] or 0.0)), len(shown))
+            self.counts.subtract(one["kind"] for one in shown if id(one) in folded)
+            self.counts[end["kind"]] += 1
+            before, after = ([one for one in part if id(one) not in folded] for part in (shown[:at], shown[at:]))
+            shown = [*before, end, *after]
+        self.counts = +self.counts
+        self.first_incidents = shown[:INCIDENTS]
+        self.last_incidents = deque(shown[INCIDENTS:], maxlen=INCIDENTS)
+
+
+def _incident(kind: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    t, update, rank = number(event.get("t")), _whole(event.get("update")), _whole(event.get("rank"))
+    t = t if t and 0 < t < 1e11 else None  # a year that calendars know
+    return {**_shown(event), "t": t, "update": update, "rank": rank, "kind": kind}
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 1", "ranks 0, 2", or nothing."""
+    found = sorted(set(ranks))
+    more = f" and {len(found) - 8:,} more" if len(found) > 8 else ""
+    return f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found[:8]))}{more}" if found else ""
 
 
 def _whole(value: object) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from evener.report.events import ORDINARY, number
-from evener.report.record import WORDS, RankTimes, Record
+from evener.report.record import WORDS, RankTimes, Record, ranks_text
 from evener.report.text import clean, format_count, format_number, format_seconds
 
 _WAITS, _REDUCES, _BODY, _BLOCKED, _SKIPS = 0.10, 0.25, 0.25, 0.05, 0.01  # shares from which they are worth a word
@@ -126,21 +126,30 @@ def _findings(record: Record, times: RankTimes) -> list[str]:
         found.append(f"Interruptions: {cost}.")
     if (skipped := record.counts["skip"]) > _SKIPS * max(100, record.last_update or 0):
         found.append(f"{format_count(skipped)} updates were skipped: their gradients were not finite.")
-    waits = {rank: (one.seconds("data_wait") or 0.0) / (one.seconds() or 1.0) for rank, one in ranks.items()}
+    idle = record.without_work()
+    busy_ranks = {rank: one for rank, one in ranks.items() if rank not in idle}
+    waits = {rank: (one.seconds("data_wait") or 0.0) / (one.seconds() or 1.0) for rank, one in busy_ranks.items()}
     worst = max(waits, key=lambda rank: waits[rank], default=0)
     if waits and waits[worst] >= _WAITS:
         how = "more num_workers, or rows that are cheaper to read"
         found.append(f"Rank {worst} waits for rows {waits[worst]:.0%} of its time: {how}.")
+    if idle:
+        slices = re.search(r"\(slices of (\d+)\)", record.contracts[-1] if record.contracts else "")
+        why = f"it is cut into slices of {slices[1]} rows" if slices else "it is cut into fewer pieces than ranks"
+        found.append(
+            f"{len(idle)} of {len(ranks)} ranks have no work ({ranks_text(idle)}): the global batch has no rows for "
+            f"them, because {why}. A larger global_batch_size, or fewer processes."
+        )
     if (slow := record.straggler()) is not None:
         own, usual = (f"{1000 * seconds:.3g} ms" for seconds in slow[1:])
         found.append(f"Rank {slow[0]} is the straggler: {own} of own work an update, {usual} elsewhere.")
-    elif share.get("reduction", 0.0) >= _REDUCES:
+    elif share.get("reduction", 0.0) >= _REDUCES and not idle:
         why = "small updates, a slow link, or more processes than cores"
         found.append(f"{share['reduction']:.0%} of the time goes into reductions that no backward hides: {why}.")
     busy = {rank: one.gpu_utilization() for rank, one in ranks.items()}
-    if idle := {rank: percent for rank, percent in busy.items() if percent is not None and percent < _IDLE}:
-        rank = min(idle, key=lambda rank: idle[rank])
-        found.append(f"The GPU of rank {rank} did something in {idle[rank]:.0f}% of the time only.")
+    if bored := {rank: percent for rank, percent in busy.items() if percent is not None and percent < _IDLE}:
+        rank = min(bored, key=lambda rank: bored[rank])
+        found.append(f"The GPU of rank {rank} did something in {bored[rank]:.0f}% of the time only.")
     if share.get("body", 0.0) >= _BODY:
         found.append(f"{share['body']:.0%} of the time is the loop's own body: evaluations, logging, saving.")
     if cost.wall_seconds and (part := record.blocked_seconds / cost.wall_seconds) >= _BLOCKED:
@@ -159,9 +168,10 @@ def _in_words(record: Record, explained: Mapping[str, str]) -> list[dict[str, An
         shown = {name: format_number(v) if isinstance(v, float) else v for name, v in one.items()}
         fields = [f"{name} {v}" for name, v in shown.items() if v is not None and name not in ("t", "kind", "rank")]
         words = WORDS["incidents"].get(one["kind"], {"title": one["kind"].replace("_", " ").capitalize(), "what": ""})
+        words = WORDS["lost_peer"] if one["kind"] == "error" and one["lost_peer"] else words
         told = {"title": words["title"], "what": env.from_string(words["what"]).render(shown) or "; ".join(fields)}
         told |= {"why": words.get("why"), "do": words.get("do")}
-        if one["kind"] == "died" and (cause := explained.get(str(one.get("logs")))):
+        if one["kind"] in ("died", "error") and (cause := explained.get(str(one.get("logs")))):
             told |= {"why": f"The logs of its job say: {cause}", "do": None}
         found.append({**{name: one[name] for name in ("t", "update", "rank", "kind")}, **told})
     return found

@@ -83,12 +83,14 @@ class Output:
             self._land(self.total, wait=True)
 
     def _write_split(self, number: int, now: float) -> None:
-        """A `phases` event: rank 0's among the others, another rank's in a file of its own."""
-        fields = self.pulse.split(now)
+        self.event_of_rank("phases", number, self.pulse.split(now))
+
+    def event_of_rank(self, kind: str, number: int, fields: dict[str, Any]) -> None:
+        """What every rank writes: rank 0's among the others, another rank's in a file of its own."""
         if self.active:
-            self.folder.event("phases", update=number, **fields)
+            self.folder.event(kind, update=number, **fields)
         else:
-            self.pulse.tell(number, fields)
+            self.pulse.tell(kind, number, fields)
 
     def _watch_memory(self, number: int) -> None:
         """Once a second, 20 us."""

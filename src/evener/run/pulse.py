@@ -88,13 +88,13 @@ class Pulse:
             return fields | {"peak_bytes": torch.cuda.max_memory_allocated(self.device)}
         return fields | {"memory_bytes": self.process.memory_info().rss}
 
-    def tell(self, update: int, fields: dict[str, Any]) -> None:
-        """A `phases` event of another rank than 0, in `events-rankN.jsonl`; where there is no such folder, nowhere."""
+    def tell(self, kind: str, update: int, fields: dict[str, Any]) -> None:
+        """An event of another rank than 0, in `events-rankN.jsonl`; where there is no such folder, nowhere."""
         if self.descriptor >= 0:
             with contextlib.suppress(OSError):
                 rank = self.fixed["rank"]
                 self.events = self.events or Events(self.path.with_name(f"events-rank{rank}.jsonl"))
-                self.events.write("phases", update=update, rank=rank, **fields)
+                self.events.write(kind, update=update, rank=rank, **fields)
 
     def close(self) -> None:
         """The run is over: nothing beats any more."""
