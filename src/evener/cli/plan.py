@@ -92,7 +92,8 @@ def _check_mentions(script: str) -> None:
                 found = (f"{module}.py", os.path.join(module, "__init__.py"))
                 paths += [one for one in found if one not in paths and os.path.isfile(one)]
     raise LaunchError(
-        f"{script} makes no evener.Run: neither it nor what it imports from beside it mentions evener. Nothing was run.",
+        f"{script} makes no evener.Run: neither it nor what it imports from beside it mentions evener. "
+        "Nothing was run.",
         fix=[
             "planning needs the step in a Run: docs/migrate/ shows which lines of DDP, accelerate, ... that replaces",
             f"evener lint {script} looks at the script as it is, evener run {script} starts it as it is",
