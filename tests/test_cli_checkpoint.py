@@ -88,7 +88,9 @@ def test_export_writes_what_the_run_exports(run_dir, tmp_path, capsys, flags, sa
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [
-        (["ls", "nowhere"], 2, "there is no directory nowhere"),
+        (["ls", "nowhere"], 2, "there is no directory nowhere.\n  fix: give a run directory, its checkpoints folder"),
+        (["ls", "RUNS/digts"], 2, "digts.\n  fix: RUNS/digits"),
+        (["verify", "RUNS/other"], 2, "other.\n  fix: RUNS/digits"),
         (["ls", "."], 2, "holds no checkpoint"),
         (["export", "RUN", "w.pt"], 2, "export() writes safetensors, not 'w.pt'.\n  fix: \"w.safetensors\""),
         (["export", "RUN", "w.safetensors", "--model", "g"], 2, "there is no model 'g'"),
@@ -96,8 +98,9 @@ def test_export_writes_what_the_run_exports(run_dir, tmp_path, capsys, flags, sa
 )
 def test_mistakes_are_one_clear_error(run_dir, tmp_path, monkeypatch, capsys, argv, code, text):
     monkeypatch.chdir(tmp_path)
-    assert main([str(run_dir) if word == "RUN" else word for word in argv]) == code
-    assert text in capsys.readouterr().err
+    words = [str(run_dir) if word == "RUN" else word.replace("RUNS", str(run_dir.parent)) for word in argv]
+    assert main(words) == code
+    assert text.replace("RUNS", str(run_dir.parent)) in capsys.readouterr().err
 
 
 def test_a_missing_word_is_one_clear_error(capsys):

@@ -22,6 +22,7 @@ from evener.cli import main
 from evener.report import record as records
 from evener.report.events import KINDS, ORDINARY, Events
 from evener.report.record import Points, Record
+from evener.report.summary import Explained, summary
 
 
 def write(folder: Path, *events: dict, rank: int | None = None) -> Path:
@@ -158,6 +159,110 @@ def test_a_real_kill_and_restart_of_two_processes_is_told_with_its_cause(tmp_pat
     assert resumed["kind"] == "resume" and "update-" in resumed["what"]
     assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
     assert one["reproduce"] == "evener run --nproc 2 --cpu crash.py"
+
+
+RAISES = """
+import torch, evener
+from torch import nn
+from torch.nn import functional as F
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.ones(4), {0: torch.ones(1)}[evener.rank()]
+model = nn.Linear(4, 1)
+with evener.Run(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: F.mse_loss(m(b[0]), b[1]), Rows(),
+                global_batch_size=16, dir="run") as run:
+    for update in run.updates(updates=20):
+        pass
+"""
+
+
+def test_the_rank_that_raised_is_named_and_not_the_one_that_lost_it(tmp_path, capsys):
+    (tmp_path / "raises.py").write_text(RAISES)
+    argv = [sys.executable, "-m", "evener", "run", "--nproc", "2", "--cpu", "raises.py"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    (row,) = re.findall(r"evener: rank 1 failed: .*row (\d+) of the dataset", done.stdout + done.stderr)
+    one = told(tmp_path / "run", capsys)
+    (incident,) = one["incidents"]
+    assert one["status"] == "failed" and (incident["kind"], incident["rank"]) == ("error", 1)
+    assert incident["what"].startswith(f"rank 1: DataError: row {row} of the dataset could not be read")
+
+
+def error(t: float, kind: str, text: str, rank: int = 0) -> dict:
+    return {"t": t, "kind": "error", "update": 8, "rank": rank, "type": kind, "text": text}
+
+
+CLOSED = "RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+
+
+def test_of_many_exceptions_the_first_that_no_lost_peer_caused_is_the_story(tmp_path, capsys):
+    folder = write(tmp_path / "run", start(1.0, world_size=4, job="one"), update(7, 2.0), error(3.0, *CLOSED))
+    write(folder, error(2.9, *CLOSED, rank=1), rank=1)
+    for rank in (2, 3):
+        write(folder, error(3.0 + rank / 10, "KeyError", "137", rank=rank), rank=rank)
+    write(folder, start(10.0, world_size=4, job="two"), update(8, 11.0))  # the second start is killed on the whole
+    write(folder, error(12.0, *CLOSED, rank=1), rank=1)
+    one = told(folder, capsys)
+    first, second = one["incidents"]
+    assert (first["rank"], first["title"]) == (2, "An exception ended the run")
+    assert first["what"] == "ranks 2, 3: KeyError: 137; as a consequence, or later, ranks 0, 1 failed too"
+    assert second["kind"] == "died" and one["incident_counts"] == {"error": 1, "died": 1} and one["status"] == "died"
+
+
+def test_where_all_lost_a_peer_the_logs_are_asked(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = write(tmp_path / "run", start(1.0, job="job", cwd=str(tmp_path)), update(7, 2.0), error(3.0, *CLOSED))
+    (incident,) = told(folder, capsys)["incidents"]
+    assert incident["title"] == "A rank that was gone ended the run" and "consequence" in incident["why"]
+    logs = tmp_path / "runs" / "logs" / "job"
+    logs.mkdir(parents=True)
+    (logs / "rank1.log").write_text(
+        'Traceback (most recent call last):\n  File "/x/train.py", line 5, in <module>\n    d[137]\nKeyError: 137\n'
+    )
+    (incident,) = told(folder, capsys)["incidents"]
+    assert incident["why"].startswith("The logs of its job say: ") and "137" in incident["why"]
+
+
+def test_the_last_point_after_a_stop_is_no_new_life(tmp_path, capsys):
+    stop = {"t": 3.0, "kind": "stop", "update": 29, "reason": "SIGINT"}
+    folder = write(
+        tmp_path / "run", start(1.0), update(28, 2.0), stop, update(29, 3.1), phases(3.1, 29, 30, forward=1.0)
+    )
+    one = told(folder, capsys)
+    assert one["status"] == "stopped" and one["updates"] == 30
+    assert [incident["what"] for incident in one["incidents"]] == ["after 30 updates: SIGINT"]
+    one = told(write(folder, start(9.0), update(30, 9.5), update(31, 9.6)), capsys)
+    assert one["status"] == "died", "a second start that really died"
+
+
+def test_a_hang_is_told_as_one_and_its_numbers_blame_no_rank(tmp_path):
+    folder = write(tmp_path / "run", start(0.0, job="job"), update(30, 1.0))
+    write(folder, phases(1.0, 31, 32, forward=6.0, reduction=0.1))
+    write(folder, phases(1.0, 31, 32, forward=2.0, reduction=4.0), rank=1)
+    record = Record.read(folder)
+
+    def of(kind: str, ranks: list[int]) -> dict:
+        return summary(record, {"job": Explained(kind, ranks, "Rank 1: no progress for 8 s.")}, (None, "unknown"))
+
+    one = of("hang", [1])
+    assert one["incidents"][0]["title"] == "Ended by the launcher after a hang"
+    assert one["incidents"][0]["what"] == "rank 1 did not move any more, update 31"
+    assert not any("straggler" in line for line in one["findings"])
+    assert of("hang", [])["incidents"][0]["what"] == "its ranks waited for each other, update 31"
+    other = of("killed", [1])
+    assert other["incidents"][0]["title"] == "The processes ended without a word"
+    assert any("Rank 0 is the straggler" in line for line in other["findings"])
+
+
+def test_a_rank_without_rows_makes_no_other_a_straggler(tmp_path, capsys):
+    folder = write(tmp_path / "run", start(0.0, world_size=3), update(0, 1.0))
+    cut = "global batch 16 = 3 ranks x up to 1 microbatch x 16 · fp32 · ddp · exact, coupled (slices of 16)"
+    write(folder, {"t": 0.5, "kind": "contract", "line": cut}, phases(10.0, 99, 100, reduction=8.0, data_wait=2.0))
+    write(folder, phases(10.0, 99, 100, reduction=8.0), rank=1)
+    write(folder, phases(10.0, 99, 100, forward=5.0, backward=4.0, reduction=0.1), rank=2)
+    assert told(folder, capsys)["findings"] == [
+        "2 of 3 ranks have no work (ranks 0, 1): the global batch has no rows for them, because it is cut into slices "
+        "of 16 rows. A larger global_batch_size, or fewer processes."
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- hostile

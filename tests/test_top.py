@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from evener.cli import main, top
-from evener.gpus.values import Gpu, Health, Process, Snapshot, to_json
+from evener.gpus.values import Gpu, Health, Process, Snapshot, Trouble, to_json
 from evener.report.live import Rank, Running, Story, Watcher, run_lines, verdict
 from evener.run.output import Output
 from evener.run.pulse import Pulse
@@ -236,6 +236,14 @@ def test_the_view_fits_80_columns_and_cuts_no_verdict():
     ):
         assert words in text, words
     assert "update 12345 · epoch 3 · loss 0.4123" in text and "2 skip" in text and "data   2 %" in text
+
+
+def test_no_gpu_is_one_quiet_line_and_a_broken_driver_is_not():
+    none = Trouble("no-gpu", "There is no NVIDIA GPU on this machine.", False, fix=("evener run --cpu",))
+    lines = top.lines(Snapshot(trouble=none), [Running("digits", "runs/digits", ranks=(rank(0),))], columns=80)
+    assert lines[1:3] == ["There is no NVIDIA GPU on this machine.", ""] and not any("fix" in line for line in lines)
+    broken = Trouble("driver-not-loaded", "The NVIDIA driver is not loaded.", True, fix=("modprobe nvidia",))
+    assert "  fix: modprobe nvidia" in top.lines(Snapshot(trouble=broken), [], columns=80)
 
 
 @needs_compiler

@@ -13,6 +13,7 @@ from evener.errors import EvenerError
 
 if TYPE_CHECKING:
     from evener.report.record import Record
+    from evener.report.summary import Explained
 
 
 def main(argv: list[str]) -> int:
@@ -68,10 +69,11 @@ def _peak(record: Record) -> tuple[float | None, str]:
     return None, without
 
 
-def _explained(record: Record) -> dict[str, str]:
+def _explained(record: Record) -> dict[str, Explained]:
     """What the logs of `evener run` say, by their folder, for each death that left some."""
     from evener.cli import explain
     from evener.explain import explain_selections
+    from evener.report.summary import Explained
 
     found = {}
     places = [str(record.newest_start.get("cwd") or "."), "."]
@@ -81,5 +83,8 @@ def _explained(record: Record) -> dict[str, str]:
             selections, fates = explain.read([next(filter(os.path.isdir, folders))])
             answer = explain_selections(selections, "en", fates)
             if answer.kind is not None:
-                found[name] = ". ".join(one.rstrip(".") for one in (answer.summary, *answer.cause)) + "."
+                blamed = answer.culprit_rank if answer.culprit_known else None
+                ranks = blamed if isinstance(blamed, list) else [] if blamed is None else [blamed]
+                text = ". ".join(one.rstrip(".") for one in (answer.summary, *answer.cause)) + "."
+                found[name] = Explained(answer.kind, ranks, text)
     return found

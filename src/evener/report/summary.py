@@ -7,7 +7,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from evener.report.events import ORDINARY, number
@@ -19,7 +19,16 @@ _IDLE = 50  # percent
 _ELSEWHERE = ("t", "kind", "update", "rank", "versions", "command", "job", "attempt")
 
 
-def summary(record: Record, explained: Mapping[str, str], peak: tuple[float | None, str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Explained:
+    """What the logs of a job show: the kind of failure, the ranks to blame ([]: not known), and both in words."""
+
+    kind: str
+    ranks: list[int]
+    text: str
+
+
+def summary(record: Record, explained: Mapping[str, Explained], peak: tuple[float | None, str]) -> dict[str, Any]:
     """Values with units in their names; unknown is None. `explained`: a job's folder of logs -> what they show.
     `peak`: FLOP/s of all of its devices and whose word that is, or None and why."""
     cost, start, points = record.goodput, record.newest_start, record.points
@@ -62,7 +71,7 @@ def summary(record: Record, explained: Mapping[str, str], peak: tuple[float | No
         "checkpoints": record.counts["checkpoint"],
         "checkpoint_blocked_seconds": record.blocked_seconds,
         "skipped_updates": record.counts["skip"],
-        "findings": _findings(record, times),
+        "findings": _findings(record, times, explained),
         "incidents": _in_words(record, explained),
         "incident_counts": {kind: count for kind, count in record.counts.items() if kind not in ORDINARY},
         "contract": record.contracts,
@@ -113,7 +122,7 @@ def _headline(told: Mapping[str, Any]) -> str:
     return ", ".join(parts) + "."
 
 
-def _findings(record: Record, times: RankTimes) -> list[str]:
+def _findings(record: Record, times: RankTimes, explained: Mapping[str, Explained]) -> list[str]:
     """What a reader should know first; [] where nothing stands out."""
     found, cost, losses, ranks = list[str](), record.goodput, record.points.known("loss"), record.newest_ranks
     share = {name: value / (sum(times.split.values()) or 1.0) for name, value in times.split.items()}
@@ -140,7 +149,9 @@ def _findings(record: Record, times: RankTimes) -> list[str]:
             f"{len(idle)} of {len(ranks)} ranks have no work ({ranks_text(idle)}): the global batch has no rows for "
             f"them, because {why}. A larger global_batch_size, or fewer processes."
         )
-    if (slow := record.straggler()) is not None:
+    # What little was measured before a hang is no word about which rank is slow.
+    hung = _is_hang(record.incidents[-1], explained) if record.incidents else False
+    if (slow := None if hung else record.straggler()) is not None:
         own, usual = (f"{1000 * seconds:.3g} ms" for seconds in slow[1:])
         found.append(f"Rank {slow[0]} is the straggler: {own} of own work an update, {usual} elsewhere.")
     elif share.get("reduction", 0.0) >= _REDUCES and not idle:
@@ -157,7 +168,12 @@ def _findings(record: Record, times: RankTimes) -> list[str]:
     return found
 
 
-def _in_words(record: Record, explained: Mapping[str, str]) -> list[dict[str, Any]]:
+def _is_hang(incident: Mapping[str, Any], explained: Mapping[str, Explained]) -> bool:
+    logs = explained.get(str(incident.get("logs")))
+    return logs is not None and logs.kind == "hang" and incident["kind"] in ("died", "error")
+
+
+def _in_words(record: Record, explained: Mapping[str, Explained]) -> list[dict[str, Any]]:
     """The incidents with what they mean, from incidents.toml; a kind that it does not know, with its fields."""
     from jinja2 import Environment
 
@@ -165,14 +181,17 @@ def _in_words(record: Record, explained: Mapping[str, str]) -> list[dict[str, An
     env = Environment(autoescape=False, finalize=lambda value: value if value or value == 0 else "unknown")
     found = []
     for one in record.incidents:
+        logs = explained.get(str(one.get("logs"))) if one["kind"] in ("died", "error") else None
         shown = {name: format_number(v) if isinstance(v, float) else v for name, v in one.items()}
         fields = [f"{name} {v}" for name, v in shown.items() if v is not None and name not in ("t", "kind", "rank")]
         words = WORDS["incidents"].get(one["kind"], {"title": one["kind"].replace("_", " ").capitalize(), "what": ""})
         words = WORDS["lost_peer"] if one["kind"] == "error" and one["lost_peer"] else words
+        if _is_hang(one, explained) and logs is not None:
+            words, shown = WORDS["hang"], {**shown, "hung": ranks_text(logs.ranks)}
         told = {"title": words["title"], "what": env.from_string(words["what"]).render(shown) or "; ".join(fields)}
         told |= {"why": words.get("why"), "do": words.get("do")}
-        if one["kind"] in ("died", "error") and (cause := explained.get(str(one.get("logs")))):
-            told |= {"why": f"The logs of its job say: {cause}", "do": None}
+        if logs is not None:
+            told |= {"why": f"The logs of its job say: {logs.text}", "do": None}
         found.append({**{name: one[name] for name in ("t", "update", "rank", "kind")}, **told})
     return found
 
