@@ -10,7 +10,9 @@ import types
 
 import pytest
 
+from evener.cli.explain import logs_of_run, read
 from evener.dist.first import first
+from evener.explain import explain_selections
 from evener.launch.failure import EVENER
 from evener.launch.hang import Hang, phase_of
 from evener.launch.records import Line
@@ -134,6 +136,15 @@ def test_the_rank_the_phase_and_the_line(tmp_path, where, how):
     for rank in (0, 2):
         assert f"rank {rank} waits in phase " in text, text
     assert "ENDED" not in done.stdout
+    assert f"\n  hang: Rank 1: no progress for 8 s, at train.py:{line}\n  Cause: " in text and "\n  Fix: " in text, text
+    # The same afterwards: from the logs, the run's directory, and the console that somebody kept.
+    (logs,) = (tmp_path / "runs" / "logs").iterdir()
+    (tmp_path / "console.txt").write_text(done.stderr)
+    for kept in (logs, tmp_path / "run", tmp_path / "console.txt"):
+        selections, fates = read([str(kept), *logs_of_run(str(kept))])
+        answer = explain_selections(selections, "en", fates)
+        assert (answer.kind, answer.culprit_rank, answer.culprit_known) == ("hang", 1, True), (kept, answer)
+        assert f"train.py:{line}" in answer.fix[0], answer
 
 
 @pytest.mark.full
@@ -196,6 +207,9 @@ def test_a_script_without_run_is_watched_too(tmp_path, what):
     assert text.startswith("evener: ranks 0, 1 wait for each other: nothing was done for 8 s\n"), text
     assert "rank 0 waits in the script (broadcast of [3] Float, call 2 of group default_pg), at train.py:" in text, text
     assert "rank 1 waits in the script (all_reduce of [5, 2] Float, call 2 of group default_pg), at " in text, text
+    assert (
+        "\n  hang: Ranks 0, 1 wait for each other: no progress for 8 s\n  Cause: Every rank is inside of a" in text
+    ), text
 
 
 @pytest.mark.full

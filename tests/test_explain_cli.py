@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from evener.cli.explain import explain_run, text_of
 from evener.errors import LaunchError
 from evener.explain import explain_text
 from evener.explain.kinds import all_kinds
+from evener.launch.failure import as_error, find_cause
+from evener.launch.records import Line, Raised, RankEnd
 
 OOM = (
     "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 158.00 MiB. GPU 1 has a total capacity of 23.69 "
@@ -203,6 +206,68 @@ def test_one_error_of_evener_on_all_ranks_is_told_once(tmp_path, monkeypatch):
     )
 
 
+def test_the_fix_of_an_error_on_all_ranks_is_told_where_rank_0_was_ended_before_it_could(tmp_path, monkeypatch):
+    """It has its record, and the launcher's signal came before its traceback: nobody had shown the fix."""
+    monkeypatch.setenv("LC_ALL", "C")
+    message = "The ranks disagree about the call.\n  fix: make the same call on all ranks"
+    for rank in range(2):
+        record(tmp_path, rank, ("CollectiveError", message))
+    cause = f"rank 1 failed: evener.errors.CollectiveError: {message}"
+    whole = f"all ranks stopped with the same error: {message}\n  logs: {tmp_path}/rank0.log"
+    assert said(tmp_path, cause) == whole
+    (tmp_path / "rank0.log").write_text(f"evener: {message}\n  at train.py:9\n")
+    assert said(tmp_path, cause) == whole.replace("\n  fix: make the same call on all ranks", "")
+
+
+def test_a_mistake_that_every_rank_would_make_is_told_once_and_without_a_rank(tmp_path, monkeypatch):
+    """Rank 0 was ended before it had got so far; or it was the first, and has shown it."""
+    monkeypatch.setenv("LC_ALL", "C")
+    where = Line("/home/me/train.py", 9, "main", "with evener.Run(...)")
+    message = "microbatch_size=-4 is not allowed.\n  fix: microbatch_size is None or a whole number from 1"
+    mistake = Raised("UsageError", "evener.errors", message, where, f"evener.errors.UsageError: {message}\n")
+    ends = [RankEnd(0, code=-15, stopped=True), RankEnd(1, how="exception", code=2, monotonic_ns=1, errors=(mistake,))]
+    failure = find_cause(ends)
+    text = str(as_error(failure, f"{tmp_path}", "/home/me"))
+    assert text.startswith(f"{message}\n  at train.py:9 in main: with evener.Run(...)\n  logs: "), text
+    assert "rank " not in text and failure.exit_code == 2
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.log").write_text(f"evener: {message}\n" * rank)
+    assert explain_run(as_error(failure, f"{tmp_path}", "/home/me"), f"{tmp_path}", 1e12, None) == text
+    (tmp_path / "rank0.log").write_text(f"evener: {message}\n")
+    short = explain_run(as_error(failure, f"{tmp_path}", "/home/me"), f"{tmp_path}", 1e12, None)
+    assert short.startswith("microbatch_size=-4 is not allowed.\n  at train.py:9 in main"), short
+    # A rank that had got beyond it and waits for others does not make this mistake.
+    waits = Line("/env/torch/distributed/distributed_c10d.py", 1, "all_reduce", "")
+    other = [RankEnd(0, code=-15, stopped=True, stack=(waits,)), ends[1]]
+    assert str(as_error(find_cause(other), "logs", "/home/me")).startswith("rank 1 failed: evener.errors.UsageError: ")
+
+
+def test_the_records_of_a_bad_row_name_the_row(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    row = "row 137 of the dataset could not be read (epoch 0): KeyError: 137"
+    record(tmp_path, 0, ("RuntimeError", "Connection closed by peer [127.0.0.1]:9"), when=2)
+    record(tmp_path, 1, ("evener.errors.DataError", f"{row}\n  fix: dataset[137] shows it"), ("KeyError", "137"))
+    for shown in ("step 1\n", f"evener: {row}\n  at /home/me/port.py:29\n  fix: dataset[137] shows it\n"):
+        (tmp_path / "rank1.log").write_text(shown)
+        assert main(["explain", str(tmp_path)]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"Rank 1: {row}\nevener-error") and "- dataset[137] shows it" in out
+
+
+def test_the_directory_of_a_run_leads_to_the_logs_of_its_newest_job(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    mine, logs = tmp_path / "mine", tmp_path / "runs" / "logs" / "job-2"
+    mine.mkdir()
+    logs.mkdir(parents=True)
+    starts = [{"kind": "start", "job": f"job-{n}", "attempt": 0, "cwd": str(tmp_path), "rank": 0} for n in (1, 2)]
+    (mine / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in starts))
+    hang = "evener: rank 1 hangs: nothing was done for 8 s\n  rank 1 is in the script, at train.py:9 in main: wait()\n"
+    (logs / "hang.log").write_text(f"{hang}  rank 0 waits in the script, at train.py:12 in main: loss.backward()\n")
+    assert main(["explain", str(mine)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Rank 1: no progress for 8 s, at train.py:9\nhang") and "Look at train.py:9" in out
+
+
 def test_a_known_kind_follows_the_launchers_word(tmp_path, monkeypatch):
     monkeypatch.setenv("LC_ALL", "C")
     record(tmp_path, 0, ("RuntimeError", "Connection closed by peer [127.0.0.1]:9"), when=1)
@@ -226,7 +291,8 @@ def test_a_victim_that_the_launcher_has_taken_gives_way(tmp_path, monkeypatch):
 def test_an_exception_of_the_script_stays_the_launchers_word(tmp_path):
     record(tmp_path, 0, ("KeyError", "'labels'"))
     error = "rank 0 failed: KeyError: 'labels'\n  at train.py:9"
-    assert said(tmp_path, "rank 0 failed: KeyError: 'labels'").startswith(error)
+    text = said(tmp_path, "rank 0 failed: KeyError: 'labels'")
+    assert text.startswith(error) and re.search(r"\n  evener explain \S+$", text), text
     assert (
         said(tmp_path / "nowhere", "rank 0 failed")
         == f"rank 0 failed\n  at train.py:9\n  logs: {tmp_path}/nowhere/rank0.log"

@@ -148,6 +148,60 @@ def test_a_failure_made_now_is_explained(launcher, how, tmp_path):
     check(launcher, how, output_of(launcher, how, tmp_path))
 
 
+# --- a saved console of `evener run` ----------------------------------------------------------------------------------
+
+VICTIM = (
+    '[rank0]: Traceback (most recent call last):\n[rank0]:   File "/home/me/old.py", line 64, in <module>\n[rank0]:     main()\n'
+    "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:50846. This is typically "
+    "caused by a remote worker crashing. Check the logs of the remote worker before reporting an error.\n"
+)
+WAITED = VICTIM.replace("Connection closed by peer [127.0.0.1]:50846", "Timed out waiting 5000ms for recv operation")
+FOLLOWS = (
+    "  rank 0 failed as a consequence: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5\n"
+    "  logs: runs/logs/20261130-094119-old-33df/rank1.log (every rank's, and agent.log, are there)\n"
+)
+SENTENCES = {
+    "left with exit code 0 before the others": "left-early",
+    "left with exit code 0 in the middle of the script": "left-early",
+    "left with exit code 3": "left-early",
+    "finished its script before the others": "ddp-uneven-inputs",
+    "failed: KeyError: 137": "python-exception",
+    "failed: evener.errors.DataError: row 137 of the dataset could not be read: KeyError: 137": "evener-error",
+    "was killed by SIGKILL (9)": "host-oom-sigkill",
+    "did not come, and the others waited for it until their time was over": "nccl-timeout",
+    "hangs: nothing was done for 20 s": "hang",
+}
+
+
+@pytest.mark.parametrize("before", ["", "0: ", "[default0]:", "2026-11-30 09:00:00,123 ", "[pod/train-0/main] "])
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_the_rank_of_evener_runs_own_sentence_is_the_culprit(sentence, before):
+    """Below the end of a long line of a victim, too: it once was taken for the rest of that line, and so for rank 0's."""
+    victim, follows = (WAITED, "") if "did not come" in sentence else (VICTIM, FOLLOWS)
+    for shown in (victim, "" if victim is VICTIM else victim):  # "": with --tee none
+        console = f"evener: 3 processes on the CPU\n{shown}evener: rank 1 {sentence}\n{follows}"
+        answer = explain_text("".join(before + line for line in console.splitlines(keepends=True)))
+        assert (answer.culprit_rank, answer.culprit_known) == (1, True), answer
+        assert answer.kind == SENTENCES[sentence], answer
+
+
+def test_an_exit_and_an_uneven_number_of_batches_name_the_script_where_it_is_known():
+    for sentence, advice in (
+        ("left with exit code 0", "grep -n 'exit(' /home/me/old.py"),
+        ("finished its script", "In /home/me/old.py"),
+    ):
+        answer = explain_text(f"{VICTIM}evener: rank 1 {sentence} before the others\n{FOLLOWS}")
+        assert advice in answer.fix[0] and "train.py" not in str(answer)
+        assert "old.py" not in str(explain_text(f"evener: rank 1 {sentence} before the others\n{FOLLOWS}"))
+    assert answer.sub_cause == "finished" and "drop_last=True" in answer.fix[0] and "exit(" not in str(answer)
+
+
+def test_what_is_a_rows_error_is_not_named_by_the_exception_behind_it():
+    row = "row 137 of the dataset could not be read (epoch 0): KeyError: 137"
+    answer = explain_text(f"evener: {row}\n  at /home/me/port.py:29, in __getitem__\n  fix: dataset[137] shows it\n")
+    assert answer.summary == f"R{row[1:]}" and answer.fix == ("dataset[137] shows it",)
+
+
 # --- evener run -----------------------------------------------------------------------------------------------------
 
 # how -> what its report must have, in this order

@@ -116,8 +116,10 @@ def test_the_report_of_a_silent_exit():
 
 def test_the_report_of_a_rank_that_ended_too_early():
     assert text(raised(0, 9, CLOSED), finished(1)).startswith(
-        "rank 1 left with exit code 0 before the others\n  rank 0 failed as a"
+        "rank 1 finished its script before the others\n  rank 0 failed as a"
     )
+    left = RankEnd(1, how="exit", code=0, monotonic_ns=5)
+    assert text(raised(0, 9, CLOSED), left).startswith("rank 1 left with exit code 0 before the others\n")
 
 
 def test_words_of_a_rank_cannot_steer_the_terminal():

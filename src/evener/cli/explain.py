@@ -37,8 +37,9 @@ def main(argv: list[str]) -> int:
     elif len(given.what) == 1 and not os.path.exists(given.what[0]) and given.what[0] != "-":
         value, text = page(given.what[0], language)
     else:
-        selections, fates = read(given.what)
-        answer = with_places(explain_selections(selections, language, fates), given.what)
+        what = [*given.what, *(logs for path in given.what for logs in logs_of_run(path))]
+        selections, fates = read(what)
+        answer = with_places(explain_selections(selections, language, fates), what)
         value, text, found = answer.to_json(), text_of(answer, sys.stdout), answer.kind is not None
     print(json.dumps(value, ensure_ascii=False, indent=2) if given.json else text)
     return 0 if found else 1
@@ -60,6 +61,21 @@ def read(what: list[str]) -> tuple[list[Selection], list[Fate]]:
         else:
             selections.append(read_file(path))
     return selections, fates
+
+
+def logs_of_run(path: str) -> list[str]:
+    """The log folder of the newest job that worked in this directory of a Run, where it can be found."""
+    start: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(path, "events.jsonl"), encoding="utf-8") as file:
+        for line in file:
+            if '"kind": "start"' in line:
+                start = json.loads(line)
+    if not start.get("job"):
+        return []
+    name = f"{start['job']}-restart{start['attempt']}" if start.get("attempt") else start["job"]
+    places = (os.path.join(str(start.get("cwd") or "."), "runs"), os.path.dirname(os.path.abspath(path)))
+    folders = [os.path.join(place, "logs", os.path.basename(name)) for place in places]
+    return [folder for folder in folders if os.path.isdir(folder)][:1]
 
 
 def with_places(answer: Explanation, what: list[str]) -> Explanation:
@@ -138,9 +154,8 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
     from evener.explain.answer import words
     from evener.explain.folder import read_folder
     from evener.explain.host import testimony
+    from evener.launch.failure import clean
 
-    if re.search(r" (hangs?|wait for each other): nothing was done for ", error.cause):
-        return str(error)  # seen with own eyes; what the logs hold now is how the launcher ended it
     language = preferred_language()
     try:
         fates, kernel = fates_in(logs), testimony(started, kills, logs, gpus_then(logs))
@@ -149,20 +164,25 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
             file.writelines(f"{line.text}\n" for line in kernel.lines)
     except (EvenerError, OSError, ValueError):  # nothing to read: the launcher has said what it knows
         return str(error)
+    more = f"  evener explain {os.path.relpath(logs)}"
     if answer.kind in (None, "python-exception", "torchrun-hidden-root-cause", "stopped-by-signal"):
-        return str(error)
+        return f"{error}\n{more}" if answer.kind == "python-exception" else str(error)
     *evidence, where = error.evidence or ("",)
     say = words(language)
     blamed = re.match(r"rank (\d+) ", error.cause)
     # An end that the kernel reported, and a rank that was seen elsewhere while others waited, need no interpretation.
-    seen = re.match(r"rank \d+ (was killed by|did not come)", error.cause)
+    seen = re.match(r"ranks? [\d, -]+ (was killed by|did not come|hangs?:|wait for each other:)", error.cause)
     if answer.kind == "evener-error":
         same = {fate.tracebacks[0][:2] if fate.tracebacks else None for fate in fates}
-        if len(fates) > 1 and len(same) == 1 and None not in same and not seen:
-            # Raised on every rank, and shown by rank 0 already: who was first says nothing.
-            what = fates[0].tracebacks[0][1].partition("\n")[0]
-            return f"{say['all_ranks'].format(what=what)}\n  {where}"
-        return str(error)
+        alike = len(fates) > 1 and len(same) == 1 and None not in same and not seen
+        if blamed and not alike:
+            return str(error)
+        # Every rank's error: who was first says nothing. Rank 0 has shown it all, unless it was ended before it could.
+        message = clean(fates[0].tracebacks[0][1]).replace("\n  ", "\n") if alike else error.cause
+        what, _, rest = message.partition("\n")
+        shown = [] if not rest or _has(os.path.join(logs, "rank0.log"), what) else [rest]
+        said = [say["all_ranks"].format(what=what)] if alike else [what]
+        return "\n".join([*said, *shown, *(f"  {line}" for line in evidence if not alike), f"  {where}"])
     known = answer.culprit_known and isinstance(answer.culprit_rank, int)
     if blamed and not seen and known and answer.culprit_rank != int(blamed[1]):
         # The launcher has taken a victim: the text knows better.
@@ -172,7 +192,15 @@ def explain_run(error: EvenerError, logs: str, started: float, kills: int | None
     for key in ("cause", "fix", "confirm", "avoid"):
         heading = f"{say[key]}:"
         lines += [f"  {'' if n else heading:<{len(heading)}} {item}" for n, item in enumerate(getattr(answer, key))]
-    return "\n".join([*lines, "", f"  {where}", f"  evener explain {os.path.relpath(logs)}"])
+    return "\n".join([*lines, "", f"  {where}", more])
+
+
+def _has(log: str, text: str) -> bool:
+    """Whether the end of the log has this text."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, os.path.getsize(log) - 65536))
+        return text.encode() in file.read()
+    return False
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------

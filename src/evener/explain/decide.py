@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from evener.explain.facts import Facts, Waited
+from evener.explain.facts import LEFT, Facts, Waited
 from evener.explain.kinds import STAGES
+from evener.explain.lines import TOLD, Line
 from evener.explain.match import Match
 from evener.explain.oom import memory
 
@@ -33,6 +34,9 @@ def timeout(match: Match, facts: Facts) -> bool:
         match.values["backend"] = "NCCL"  # what only it has is advised only then
     if match.ended is not None and not waits:
         match.sub, match.confidence, match.alternatives = "abort", "low", ["native-abort", "illegal-memory-access"]
+        return True
+    if facts.told is not None and "did not come" in facts.told[0]:
+        _blame(match, [int(facts.told["rank"])], "behind", "behind", known=True)
         return True
     if named := re.search(r"[Rr]anks? ([\d, ]+) failed to pass|send/recv from rank (\d+)", match.flat):
         _blame(match, map(int, re.findall(r"\d+", named[0])), "absent", "behind", known=True)
@@ -203,6 +207,8 @@ def messenger(match: Match, facts: Facts) -> bool:
     ended = any(one.rank in rest for one in facts.ended)
     if victims and len(rest) == 1 and (ended or facts.world_size == len(victims | rest)):
         match.rank, match.known = min(rest), ended
+    if facts.told is not None and int(facts.told["rank"]) not in victims:
+        match.rank, match.known = int(facts.told["rank"]), True
     if found := re.search(r"(?:peer|from|with|localRank) \[?([\w.:-]+?)\]?<(\d+)>|by peer \[([^\]]+)\]", match.flat):
         match.values["peer"] = found[1] or found[3]
     return True
@@ -210,9 +216,24 @@ def messenger(match: Match, facts: Facts) -> bool:
 
 def left(match: Match, facts: Facts) -> bool:
     """A rank that ended by its own will is to blame only where all that failed miss a peer."""
+    match.values["script"] = script_of(facts)
     fate = None if match.ended is None else facts.fates.get(-1 if match.ended.rank is None else match.ended.rank)
     raised = [one.text for one in facts.raised if one.type != "SystemExit"]
     return fate is None or fate.how is None or (bool(raised) and all(map(_LOST.search, raised)))
+
+
+def uneven(match: Match, facts: Facts) -> bool:
+    """A rank whose script came to its end is the cause; what only mentions uneven inputs explains something else."""
+    if match.ended is None and "rank" not in match.values:
+        return True
+    match.stage, match.sub = STAGES.index("failure"), "finished"
+    return left(match, facts)
+
+
+def script_of(facts: Facts) -> str:
+    """The script's file, where a traceback begins in it."""
+    frames = (frame for one in facts.raised for frame in one.own_frames()[:1] if frame.function == "<module>")
+    return next((frame.file for frame in frames), "")
 
 
 def launcher(match: Match, facts: Facts) -> bool:
@@ -229,7 +250,7 @@ def launcher(match: Match, facts: Facts) -> bool:
         first = min(named, key=lambda one: (one.summary, one.line.order))
         match.rank = tables.get(first.local_rank, first.who) if first.rank is None else first.who
         match.known = True
-        match.values |= {"code": str(first.code), "pid": str(first.pid or "")}
+        match.values |= {"code": str(first.code) if first.code < LEFT else "", "pid": str(first.pid or "")}
         match.evidence = [first.line, *match.evidence]
         return True
     told = sorted(rank for rank in victims if rank is not None)
@@ -244,16 +265,48 @@ def stopped(match: Match, facts: Facts) -> bool:
     """A launcher that was asked to stop, before any rank had failed, has written down where each rank stood."""
     if match.line.text.startswith("evener: stopped by SIG"):
         match.stage, match.confidence, match.rank, match.known = 0, "high", None, False
-        match.evidence += [line for line in facts.lines if line.source == match.line.source and line is not match.line]
+        match.evidence += below(match, facts)
         if found := re.search(r"look at ranks? ([\d, -]+): the others", match.flat):
-            spans = [part.split("-") for part in found[1].split(", ")]
-            match.rank = one_or_all([rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)])
+            match.rank = spelled_out(found[1])
     return True
+
+
+def hang(match: Match, facts: Facts) -> bool:
+    """The launcher has seen it with own eyes: whatever the ranks say is how it ended them."""
+    match.stage, match.evidence = 0, [*match.evidence, *below(match, facts)]
+    match.rank, match.known = spelled_out(match.values["silent"]), True
+    waits = [found[1] for line in match.evidence if (found := re.match(r"  rank (\d+) waits ", line.text))]
+    match.values["waiting"] = ", ".join(waits)
+    if "wait for each other" in match.line.text:
+        match.rank, match.known, match.sub = None, False, "each-other"
+    return True
+
+
+def below(match: Match, facts: Facts) -> list[Line]:
+    """The indented lines that the launcher put below the match's."""
+    found: list[Line] = []
+    for line in facts.lines:
+        if line.order > match.line.order and line.source == match.line.source:
+            if not line.text.startswith("  ") or line.number != match.line.number + len(found) + 1:
+                break
+            found.append(line)
+    return found
+
+
+def spelled_out(ranks: str) -> int | list[int]:
+    """ "0, 2-4" as [0, 2, 3, 4]."""
+    spans = [part.split("-") for part in ranks.split(", ")]
+    return one_or_all([rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)])
 
 
 def own_error(match: Match, facts: Facts) -> bool:
     """evener's own errors carry their evidence and fix: they are handed through."""
-    first, *more = match.text.splitlines() or [""]
+    text = match.text
+    if match.raised is not None:  # not the exception that it was raised from
+        text = next((f"{kind}: {said}" for kind, said in match.raised.links if "evener.errors." in kind), text)
+    first, *more = text.splitlines() or [""]
+    if re.match(r"evener: (?!ranks? \d)", match.line.text):  # its sentence may end with another exception's
+        first = match.line.text
     cause = re.sub(r"^(?:evener: |evener\.errors\.\w+: |\w+Error: )+", "", first).strip()
     end = next((n for n, line in enumerate(more) if not line.startswith("  ")), len(more))
     told = [line.strip() for line in more[:end] if not re.match(r" +at \S+:\d+", line)]
@@ -281,7 +334,7 @@ def plain_exception(match: Match, facts: Facts) -> bool:
         match.values["script"] = next((one.file for one in own if one.function == "<module>"), "")
     if (count := max(len(facts.ranks), facts.world_size or 0)) > 1:
         match.values["processes"] = str(count)
-    if not raised.frames and not match.line.text.lstrip().startswith(kind):
+    if not (raised.frames or match.line.text.lstrip().startswith(kind) or TOLD.match(match.line.text)):
         match.stage, match.confidence = STAGES.index("summary"), "low"  # a log line that mentions an error
     return True
 
@@ -295,5 +348,5 @@ def listed(ranks: int | list[int]) -> str:
 
 
 _ALL: tuple[Callable[[Match, Facts], bool], ...] = (memory, timeout, desync, scale, keys, port, duplicate, messenger)
-_ALL += (left, launcher, stopped, own_error, plain_exception)
+_ALL += (left, uneven, launcher, stopped, hang, own_error, plain_exception)
 DECISIONS = {function.__name__: function for function in _ALL}

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from evener.explain.lines import Line, streams_of
+from evener.explain.lines import TOLD, Line, streams_of
 
 _TRACEBACK = re.compile(r"(?:Original )?Traceback \(most recent call last\)|Original Traceback|^Traceback")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
@@ -124,6 +124,8 @@ class Facts:
         self.fates = {fate.rank: fate for fate in fates}
         self.streams = streams_of(lines)
         self.everything = "\n".join(line.text for line in lines)  # what stands far off may say what is behind a message
+        self.told = TOLD.search(self.everything)  # what `evener run` says of one rank
+        self.told = self.told if self.told and not self.told["more"] else None
         once: dict[object, Raised] = {}
         for one in [one for stream in self.streams for one in _exceptions(stream.lines)]:
             # A rank's log and its record have the same exception.
@@ -276,15 +278,20 @@ def _ends_of_fates(fates: Collection[Fate], order: int) -> list[Ended]:
             said = f"rank {fate.rank} was killed by {name} ({-code})"
         elif fate.how is None:
             said = f"rank {fate.rank} left with exit code {code} in the middle of the script"
+        elif early and fate.how == "finished":
+            said = f"rank {fate.rank} finished its script before the others"
         elif early:
             said = f"rank {fate.rank} left with exit code {code} before the others"
         line = Line(order + len(found), "record", 0, said, said, fate.rank, pid=fate.pid, seconds=fate.seconds)
         left = early or (fate.how is None and code in (0, 1))
-        found.append(Ended(LEFT if left else code, line, fate.rank, None, fate.pid))
+        code = FINISHED if early and fate.how == "finished" else LEFT if left else code
+        found.append(Ended(code, line, fate.rank, None, fate.pid))
     return found
 
 
-LEFT = 1000  # no exit code: a rank that left in the middle of its script, or before the others, without a word
+# No exit codes: a rank that left in the middle of its script, or before the others, without a word; one whose script
+# had come to its end before the others'.
+LEFT, FINISHED = 1000, 1001
 _OWN_CODES = 64  # from here on exit codes are evener's, and say why
 
 

@@ -37,6 +37,12 @@ _DATE = re.compile(
 _GLOG = re.compile(rf"\[?[IWEFCV](?P<M>\d?\d)(?P<D>\d\d) {_CLOCK}[ \d]*")
 _SYSLOG = re.compile(rf"(?P<mon>[A-Z][a-z]{{2}}) +(?P<D>\d\d?) {_CLOCK} (?P<host>[\w.-]+) (?=\w+[\[:])")
 _MONTHS = {name: n for n, name in enumerate(calendar.month_abbr)}
+# `evener run`'s own sentence is about that rank, whoever's mark the line has; the lines below it are indented.
+TOLD = re.compile(
+    r"evener: ranks? (?P<rank>\d+)(?P<more>[-,\d ]*) "
+    r"(?:left|failed|was killed|finished|did not come|hangs?|wait for each other)\b"
+)
+_TOLD_BELOW = re.compile(r" +rank (\d+) ")
 _RANK_INSIDE = re.compile(r"\[(?:PG [^\]]{0,60})?[Rr]ank ?(\d+)\]")
 _RANK_IN_PATH = re.compile(
     r"(?:rank|worker|task|proc|node_rank)[_-]?(\d+)\.(?:log|out|err|txt|json)|/(\d+)/std(?:out|err)\.log$"
@@ -89,16 +95,25 @@ def printable(text: str) -> str:
 def parse(raws: Iterable[Raw]) -> Iterator[Line]:
     order = count()
     last: Line | None = None
-    broken = False
+    broken, told = False, False
     for raw in raws:
         shown = printable(raw.text)
         for part in _INSIDE.split(shown) if "[rank" in shown else [shown]:
             line = _one(Line(next(order), raw.source, raw.number, part, part.strip()))
-            broken = last is not None and _continues(line, last, broken)
-            if last is not None and broken:
+            begins = TOLD.match(line.text) is not None
+            told = begins or (told and last is not None and _is_below(line, last))
+            broken = last is not None and not told and _continues(line, last, broken)
+            if last is not None and told and not begins:
+                said = _TOLD_BELOW.match(line.text)
+                line = replace(line, rank=int(said[1]) if said else last.rank)
+            elif last is not None and broken:
                 line = replace(line, rank=last.rank, local_rank=last.local_rank, host=last.host, pid=last.pid)
             yield line
             last = line
+
+
+def _is_below(line: Line, last: Line) -> bool:
+    return line.text.startswith("  ") and line.source == last.source and line.number == last.number + 1
 
 
 def _continues(line: Line, last: Line, broken: bool) -> bool:
@@ -122,9 +137,12 @@ def _one(line: Line) -> Line:
                 break
             found |= {key: value for key, value in match.groupdict().items() if value is not None}
         text = head[match.end() :]
-    if "rank" not in found and (said := _RANK_INSIDE.search(text)):
+    if told := TOLD.match(text):
+        found.pop("rank", None)
+        found |= {} if told["more"] else {"rank": told["rank"]}
+    elif "rank" not in found and (said := _RANK_INSIDE.search(text)):
         found["rank"] = said[1]
-    if "rank" not in found and (where := _RANK_IN_PATH.search(line.source)):
+    if "rank" not in found and not told and (where := _RANK_IN_PATH.search(line.source)):
         found["rank"] = where[1] or where[2]
     marks: dict[str, Any] = {key: int(found[key]) for key in ("rank", "local_rank", "pid", "gpu") if key in found}
     return replace(line, text=text.rstrip(), host=found.get("host"), seconds=seconds, **marks)

@@ -31,6 +31,8 @@ _LOST_PEER_TYPES |= {"TimeoutError", "DistNetworkError", "DistStoreError", "Coll
 # A crash of this process alone. ABRT is not among them: native code aborts when a *collective* went wrong.
 _CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
+# What is refused before anything has run, of what all ranks were given alike.
+_ALIKE = frozenset({"UsageError", "BatchSizeError", "PrecisionError"})
 EVENER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WAITED = re.compile(r"timed? ?out|watchdog", re.IGNORECASE)
 # Where a rank is that waits for others, or may be: the backward of a DDP model reduces.
@@ -137,6 +139,7 @@ def _shell_code(code: int | None) -> int:
 def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
     """The failure as text, in reading order: cause, place, the other ranks, logs."""
     cause, raised, code = failure.cause, failure.raised, failure.cause.code
+    others = failure.others
     text, evidence = f"rank {cause.rank} left with exit code {code}", list[str]()
     if failure.absent and raised is not None:
         text = f"rank {cause.rank} did not come, and the others waited for it until their time was over"
@@ -144,6 +147,9 @@ def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
         evidence += [f"rank {cause.rank} was {line_text(where, cwd)}"] if where is not None else []
         evidence += [STATES[cause.state]] if cause.state in STATES else []
         evidence += [f"it was waited for {line_text(raised.where, cwd)}"] if raised.where is not None else []
+    elif raised is not None and _is_everybodys(failure, raised):
+        text, others = clean(raised.message).replace("\n  ", "\n"), ()  # who was first says nothing
+        evidence += [line_text(raised.where, cwd)] if raised.where is not None else []
     elif raised is not None:
         kind = raised.type if raised.module in ("builtins", "__main__") else f"{raised.module}.{raised.type}"
         if cause.how == "exit":
@@ -161,15 +167,26 @@ def as_error(failure: Failure, logs: str, cwd: str) -> LaunchError:
         text += " in the middle of the script"
         evidence.append("no exception reached the end of the script: os._exit(), or native code that calls exit()")
     elif code == 0:
-        text += " before the others"
+        ended = "finished its script" if cause.how == "finished" else "left with exit code 0"
+        text = f"rank {cause.rank} {ended} before the others"
     groups: dict[str, list[int]] = {}
-    for end in failure.others:
+    for end in others:
         groups.setdefault(_how(end), []).append(end.rank)
     evidence += [f"{ranks_text(ranks)} {how}" for how, ranks in groups.items()]
     if raised is not None and _WAITED.search(f"{raised.type}: {raised.message}"):
-        evidence += different_calls({end.rank: end.call for end in (cause, *failure.others)})
+        evidence += different_calls({end.rank: end.call for end in (cause, *others)})
     log = os.path.join(relative(logs, cwd), f"rank{cause.rank}.log")
     return LaunchError(text, evidence=[*evidence, f"logs: {log} (every rank's, and agent.log, are there)"])
+
+
+def _is_everybodys(failure: Failure, raised: Raised) -> bool:
+    """Whether every rank would have raised it: the others did, or were stopped before they had got beyond it."""
+    if raised.module != "evener.errors" or raised.type not in _ALIKE or not failure.others:
+        return False
+    return all(
+        end.errors[0].message == raised.message if end.errors else end.stopped and not is_waiting(end.stack)
+        for end in failure.others
+    )
 
 
 def different_calls(calls: Mapping[int, str]) -> list[str]:

@@ -101,9 +101,8 @@ def described(logs: str, ranks: Mapping[int, int], seconds: float) -> LaunchErro
     """Asks every rank for its stack, and says who does not move."""
     still, waits, evidence = _standing(logs, ranks)
     what = f"hang{'s' * (len(still) == 1)}" if still else "wait for each other"
-    evidence.append(f"logs: {failure.relative(logs, os.getcwd())}")
     cause = f"{failure.ranks_text(still or waits)} {what}: nothing was done for {seconds:.0f} s"
-    return LaunchError(cause, evidence=evidence)
+    return _written(os.path.join(logs, "hang.log"), cause, evidence)
 
 
 def stopped(logs: str, ranks: Mapping[int, int], signum: signal.Signals) -> LaunchError | None:
@@ -116,10 +115,15 @@ def stopped(logs: str, ranks: Mapping[int, int], signum: signal.Signals) -> Laun
     text = f"stopped by {signum.name} ({sender}), and no rank had failed before"
     if still and waits:
         evidence.append(f"if nothing moved any more, look at {failure.ranks_text(still)}: the others waited for it")
-    with contextlib.suppress(OSError), open(os.path.join(logs, "stop.log"), "w", encoding="utf-8") as file:
-        file.write("\n  ".join([f"evener: {text}", *evidence]) + "\n")
-    evidence.append(f"logs: {failure.relative(logs, os.getcwd())}")
-    return LaunchError(text, evidence=evidence) if waits else None
+    error = _written(os.path.join(logs, "stop.log"), text, evidence)
+    return error if waits else None
+
+
+def _written(path: str, cause: str, evidence: list[str]) -> LaunchError:
+    """The error that the launcher shows; for `evener explain`, later, the same in a file."""
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        file.write("\n  ".join([f"evener: {cause}", *evidence]) + "\n")
+    return LaunchError(cause, evidence=[*evidence, f"logs: {failure.relative(os.path.dirname(path), os.getcwd())}"])
 
 
 def _standing(logs: str, ranks: Mapping[int, int]) -> tuple[list[int], list[int], list[str]]:
