@@ -292,6 +292,7 @@ class Engine:
             loss_fn: Instead of the engine's own.
             optimizer: Which one, where there are several.
         """
+        self._abandon()
         parts, rows = cut_batch(self, batch)
         done = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows)
         return apply(self, done, fold=self.before_step is None)
@@ -302,10 +303,15 @@ class Engine:
         Called again before `apply` it starts over from the same randomness (sharpness-aware minimisation). Under fsdp
         and hsdp `.grad` is a DTensor: `.item()` of one is this rank's part (`.full_tensor()` is whole, and collective).
         """
-        if self._open is not None:
-            self.buffers.rewind()
+        self._abandon()
         parts, rows = cut_batch(self, batch)
         self._open = backward(self, self._target(optimizer), self._loss(loss_fn), parts, rows, final=True)
+
+    def _abandon(self) -> None:
+        """A backward without its apply never was: buffers are as before it."""
+        if self._open is not None:
+            self._open = None
+            self.buffers.rewind()
 
     def apply(self) -> Update:
         """Finite vote, clip, optimizer, schedule: the second half of an update. Called on all ranks."""
@@ -345,6 +351,9 @@ class Engine:
         Args:
             copy: Tensors are clones. False: the engine's own, to be written or copied before the next update.
         """
+        if self._open is not None:
+            fix = ["engine.apply() first", "or take the state before engine.backward(batch)"]
+            raise UsageError("state_dict() between backward() and apply(): half an update is no state.", fix=fix)
         self.settle()
         self.meet()
         copied: Callable[[Any], Any] = clone if copy else lambda state: state
@@ -385,7 +394,7 @@ class Engine:
         for name, target in self.targets.items():
             target.load_state_dict(state["targets"][name], self.shards)
             target.spread.loaded()
-        self.number = state["number"]
+        self.number, self._open = state["number"], None
 
     def groups(self) -> dict[str, list[list[str]]]:
         """Names of the parameters in each group of each optimizer: optimizer states are kept by position."""

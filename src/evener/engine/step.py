@@ -237,7 +237,7 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
     fold: The factor that is owed goes into the clip: one pass over the gradients. Else `.grad` is final already.
     """
     target, tally, sums, rows = done.target, done.tally, done.sums, done.rows
-    held, unscaled, words, phase = None, done.unscaled, "", "optimizer"
+    held, unscaled, words, phase, stepping = None, done.unscaled, "", "optimizer", False
     if target.trust == UNTRIED:
         held = Held.of(engine, target)
     while True:
@@ -276,6 +276,7 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
             if target.loss_scale is not None:
                 scale = target.loss_scale.scale.clone()
                 target.loss_scale.update(target.scaler_vote(found, tally, sums))
+            stepping = True
             stepped = target.optimize(found)
             if engine.buffers.any:
                 engine.buffers.undo_if(found)
@@ -306,8 +307,10 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
                 target.trust = STEPPED
             engine.number += 1
             return update
-        except RuntimeError as error:
-            if not is_oom(error):
+        except BaseException as error:
+            if not (isinstance(error, RuntimeError) and is_oom(error)):
+                if not stepping:  # of a user's hook, say: this update was not made
+                    engine.buffers.restore()
                 raise
             again, words = held is not None and not words, first_line(error)
         if held is not None:

@@ -16,7 +16,9 @@ _FLUSH = 256  # updates whose sums are kept before they are added up: a few devi
 class Sums:
     """Adds up (total, count) pairs of many updates without reading one of them before it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = -1) -> None:
+        self.epoch = epoch  # whose updates these are
+        self.updates = 0
         self.names: Sequence[str] = ()
         self._tally = Tally()
         self._sums: list[torch.Tensor] = []
@@ -25,6 +27,7 @@ class Sums:
 
     def add(self, update: Update) -> None:
         """No communication (an update's sums are global already), no host sync."""
+        self.updates += 1
         self.names = update.names
         if update.sums is not None:
             self._sums.append(update.sums)
@@ -71,14 +74,13 @@ class Sums:
 class Epoch:
     """One epoch: iterate it for its updates; then it holds their means.
 
-    number: from 0. updates: how many so far. seconds: from the first update to the last. loss and metrics are exact
-    means over all rows (or tokens) of the epoch so far, over all ranks; reading them waits for the device and never
-    communicates.
+    number: from 0. updates: how many so far, before a resume too. seconds: from the first update to the last. loss and
+    metrics are exact means over all rows (or tokens) of the epoch so far, over all ranks; reading them waits for the
+    device and never communicates.
     """
 
     def __init__(self, number: int, updates: Iterator[Update], sums: Sums) -> None:
         self.number = number
-        self.updates = 0
         self.seconds = 0.0
         self._iterator = updates
         self._sums = sums  # after a resume in its middle: of the updates before too
@@ -86,11 +88,13 @@ class Epoch:
     def __iter__(self) -> Iterator[Update]:
         began = time.perf_counter()
         for update in self._iterator:
-            self.updates += 1
-            self._sums.add(update)
             self.seconds = time.perf_counter() - began
             yield update
             self.seconds = time.perf_counter() - began
+
+    @property
+    def updates(self) -> int:
+        return self._sums.updates
 
     @property
     def loss(self) -> float:

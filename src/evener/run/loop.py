@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from evener.data import Cursor
@@ -32,6 +32,7 @@ class Loop:
         self.cursor = Cursor()
         self.batches = 0  # used since the run began
         self.total: int | None = None  # updates (or batches) of the loop that runs now; None where nobody knows
+        self.went_back = False  # by load(): the body's batch is of the time before
         self.until: int | None = None  # the epoch that it ends before, then
         self.sums = Sums()  # of the epoch
         self.epoch_rows = 0  # used of the epoch of the newest update
@@ -40,7 +41,7 @@ class Loop:
         self.ended = False
         self.error_before = uncaught()  # an older cell's, in a notebook
 
-    def updates(self, updates: int | None, epochs: int | None) -> Iterator[Update]:
+    def updates(self, updates: int | None, epochs: int | None) -> Generator[Update]:
         total = self._total(updates, epochs, "updates")
         return self._around(total, self._train(total))
 
@@ -50,18 +51,21 @@ class Loop:
 
     def epochs(self, epochs: int) -> Iterator[Epoch]:
         updates, run = self.updates(None, epochs), self.run
-        while self.cursor.epoch < epochs:
-            number = self.cursor.epoch
-            if self.cursor.offset == 0:
-                self.sums = Sums()
-            epoch = Epoch(number, self._until_epoch_ends(updates, number), self.sums)
-            yield epoch
-            for _ in epoch:  # a body that did not iterate (or broke off) still gets its epoch made
+        try:
+            while self.cursor.epoch < epochs:
+                number = self.cursor.epoch
+                if self.cursor.offset == 0 or self.sums.epoch != number:
+                    self.sums = Sums(number)
+                epoch = Epoch(number, self._until_epoch_ends(updates, number), self.sums)
+                yield epoch
+                for _ in epoch:  # a body that did not iterate (or broke off) still gets its epoch made
+                    pass
+                fields = {name: getattr(epoch, name) for name in ("updates", "loss", "metrics", "seconds")}
+                run._out.folder.event("epoch", update=run.number - 1, epoch=number, rows=self.epoch_rows, **fields)
+            for _ in updates:  # let the loop end in its own words
                 pass
-            fields = {name: getattr(epoch, name) for name in ("updates", "loss", "metrics", "seconds")}
-            run._out.folder.event("epoch", update=run.number - 1, epoch=number, rows=self.epoch_rows, **fields)
-        for _ in updates:  # let the loop end in its own words
-            pass
+        finally:
+            updates.close()  # after `break` the script's last epoch still holds it
 
     def _total(self, count: int | None, epochs: int | None, word: str) -> int | None:
         if (count is None) == (epochs is None):
@@ -94,6 +98,9 @@ class Loop:
                 # The batch was not used: a script that catches the error and loops again gets it again.
                 self.cursor, self.batches = batch.portion.cursor, self.batches - 1
                 raise
+            if update.epoch != self.sums.epoch:
+                self.sums = Sums(update.epoch)
+            self.sums.add(update)
             self._end_epochs()  # a schedule's epoch is over before the body sees its last update
             yield update
 
@@ -104,6 +111,8 @@ class Loop:
         """The batches up to number `total`; between two of them the requests (to stop, to save) are looked at."""
         run = self.run
         while self._goes_on(total):
+            for target in run.engine.targets.values():
+                target.schedule.build(total)  # anew, where load() went back to before it was made
             updates = None if total is None else total - self.batches
             epochs = None if self.until is None else self.until - self.cursor.epoch
             for portion in run._out.pulse.timed(run.feed.portions(self.cursor, updates=updates, epochs=epochs)):
@@ -118,7 +127,7 @@ class Loop:
                     run._report("bad_row", run.number, {"row": row, "error": text})
                     self.left_out += [(run.number, row, text)] * (not run.is_main)
                 # From here on the batch counts as used: its body may save.
-                self.cursor = portion.next
+                self.cursor, self.went_back = portion.next, False
                 self.batches += 1
                 yield Batch(portion, parts)
                 run._out.after_last()
@@ -145,7 +154,7 @@ class Loop:
                 self.run.engine.settle()
                 target.schedule.after_epoch()
 
-    def _around(self, total: int | None, items: Iterator[Any]) -> Iterator[Any]:
+    def _around(self, total: int | None, items: Iterator[Any]) -> Generator[Any]:
         """Schedules are built and shown, signals ask for a stop, and the end is written down."""
         run, engine = self.run, self.run.engine
         if run._closed:
@@ -224,6 +233,7 @@ class Loop:
             "stream": marks_of(self.cursor, self.run.config.stream, self.run.world_size),
             "batches": self.batches,
             "epoch": self.sums.state_dict(),
+            "epoch_updates": [self.sums.epoch, self.sums.updates],
         }
         self.run.saving.write(name, position, self.run.number, behind=behind)
 
@@ -231,8 +241,12 @@ class Loop:
         position = self.run.saving.restore(states)
         epoch, offset = position["cursor"]
         self.cursor = Cursor(epoch, offset, mark_from(position, self.run.rank, self.run.world_size))
-        self.batches, self.sums = position["batches"], Sums()
+        self.batches, self.went_back = position["batches"], True
+        of, updates = position["epoch_updates"]
+        if of != self.sums.epoch:  # else an `Epoch` may be holding them
+            self.sums = Sums(of)
         self.sums.load_state_dict(position["epoch"])
+        self.sums.updates = updates
 
 
 def uncaught() -> BaseException | None:

@@ -272,6 +272,9 @@ class Run:
         if not isinstance(batch, Batch):
             fix = ["for batch in run.batches(epochs=10): run.step(batch, ...)", "evener.Engine takes your own batches"]
             raise UsageError(f"step() takes a batch of run.batches(), not a {type(batch).__name__}.", fix=fix)
+        if self.loop.went_back:
+            fix = ["`continue` after load(): the next batch is the one that follows the checkpoint"]
+            raise UsageError("load() went back in the data, and this batch is of the time before.", fix=fix)
         portion = batch.portion
         waiting = [target.flags.pending[0].number for target in self.engine.targets.values() if target.flags.pending]
         self._portions = {number: self._portions[number] for number in waiting} | {self.number: portion}
@@ -312,7 +315,9 @@ class Run:
         self._out.folder.event("flops", update=number, **fields)
 
     def stop(self, reason: str = "run.stop() was called") -> None:
-        """Called on any rank: when the loop asks for its next update, every rank saves and raises `Stopped`."""
+        """Called on any rank: every rank saves and raises `Stopped` when the loop asks for its next update; on several
+        ranks one update later, with whose sums the request travels. To end early by a figure, `break` on all ranks.
+        """
         self.loop.stop_reason = reason
         self.engine.asks_to_stop = 1.0
 
