@@ -131,7 +131,8 @@ def test_the_rank_the_phase_and_the_line(tmp_path, where, how):
     lines = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# the line" in line]
     line = dict(zip(["python", "busy", "native", "stopped"], lines))[how]
     assert text.startswith("evener: rank 1 hangs: nothing was done for 8 s\n"), text
-    assert f"rank 1 is in phase {where}, at train.py:{line} in stay: " in text, text
+    place = "in the script" if where == "script" else f"in phase {where}"
+    assert f"rank 1 is {place}, at train.py:{line} in stay: " in text, text
     assert ("it was stopped (SIGSTOP, Ctrl-Z or a debugger)" in text) == (how == "stopped")
     for rank in (0, 2):
         assert f"rank {rank} waits in phase " in text, text
