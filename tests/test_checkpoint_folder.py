@@ -35,7 +35,13 @@ def a_run(folder, hold_back=()):
 def test_a_folder_keeps_the_newest_and_the_named(ranks, tmp_path):
     for world in (1, 2, 3):
         for got in ranks(world)(a_run, str(tmp_path / str(world))):
-            assert got == (["best", "update-100", "update-30"], [], "update-100", [100.0] * 3, {"update": 100})
+            assert got == (
+                ["best", "update-100", "update-30"],
+                [],
+                "update-100",
+                [100.0] * 3,
+                {"update": 100, "order": 4},
+            )
 
 
 def failures(folder, kind):

@@ -57,6 +57,8 @@ class Buffers:
         self.names: list[str] = []
         self.absent: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
         self.changing: set[int] = set()  # positions in slots
+        self.unsaved: set[str] = set()  # names of those with persistent=False
+        self.first: dict[str, torch.Tensor] = {}  # of these, what those held that began to change in a later update
         for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -67,6 +69,8 @@ class Buffers:
                     self.changing.add(len(self.slots))
                 self.slots.append(Slot(module._buffers, name))
                 self.names.append(plain_name(f"{path}.{name}" if path else name))
+                if name in module._non_persistent_buffers_set:
+                    self.unsaved.add(self.names[-1])
         self.any = bool(self.slots or self.absent)
         self.world_size = world_size
         self.agree: Callable[[Any], Any] = _union
@@ -96,14 +100,16 @@ class Buffers:
         self.begun = True
 
     def left_out(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Clones of the buffers that change in training and are not among the saved names (persistent=False)."""
-        names = set(saved)
-        return {self.names[i]: self.slots[i].now().clone() for i in self.changing if self.names[i] not in names}
+        """Clones of the buffers that change in training and are not among the saved names (persistent=False); before
+        the first update, of all that are not: which ones will change is not known yet."""
+        names, may_change = set(saved), range(len(self.slots)) if self.learning else sorted(self.changing)
+        return {self.names[i]: self.slots[i].now().clone() for i in may_change if self.names[i] not in names}
 
     def put_back(self, values: Mapping[str, torch.Tensor]) -> None:
+        values = {**self.first, **values}
         for name, slot in zip(self.names, self.slots):
-            if name in values:
-                slot.now().copy_(values[name])
+            if name in values and not torch.equal(now := slot.now(), value := values[name].to(now.device)):
+                now.copy_(value)  # a constant one may be expanded, and could not be written
 
     def after_forward(self, number: int, rows: int) -> None:
         """Take this piece's values. Here and not after the backward: recomputation would advance them again."""
@@ -121,6 +127,9 @@ class Buffers:
                 what = "buffers that were constant in the first update changed in a later one."
                 fix = ["let every buffer that changes in training change from the first update on"]
                 raise ModelError(what, evidence=[self.names[i] for i in sorted(changed - self.changing)], fix=fix)
+            if not self.learning:
+                new = {self.names[i]: self.slots[i].value.clone() for i in changed - self.changing}
+                self.first |= {name: value for name, value in new.items() if name in self.unsaved}
             self.changing |= changed
             if not self.learning:
                 self._use(sorted(self.changing))
@@ -133,6 +142,8 @@ class Buffers:
     def after_backward(self) -> None:
         """Put the initial values back, for the next piece. Not before: BatchNorm saves its statistics for backward."""
         used = [*self.floats, *self.integers]
+        if self.learning:  # not the constant ones: an expanded one cannot be written
+            used = [slot for i, slot in enumerate(self.slots) if i in self.changing or slot.changed()]
         if used:
             torch._foreach_copy_([slot.tensor for slot in used], [slot.value for slot in used])
             for slot in used:

@@ -26,13 +26,14 @@ class Schedule:
         self.done = 0  # updates that happened
         self.epochs = 0  # that are over
         self.at: int | None = None  # where our last step left the schedule
-        self.maker: Any = None
+        self.maker: Any = None  # until it has made the schedule
         self.scheduler: Any = None
         self.by_user = self.counts = False
         self._loaded: Any = None
         self.made: dict[str, Any] | None = None  # what a function's schedule was when it was new
-        if callable(scheduler) and not hasattr(scheduler, "step"):
-            self.maker = scheduler
+        self.function = scheduler if callable(scheduler) and not hasattr(scheduler, "step") else None
+        if self.function is not None:
+            self.maker = self.function
         else:
             self._take(scheduler)
 
@@ -52,7 +53,8 @@ class Schedule:
             raise UsageError(what, fix=["make the schedule from the same optimizer object"])
 
     def build(self, total: int | None, *, same: bool = True) -> None:
-        """Make the schedule, once the number of steps it is for is known. A second call does nothing.
+        """Make the schedule, once the number of steps it is for is known. A second call does nothing, unless a state
+        from before the first was loaded in between.
 
         same: After a resume it must be the checkpoint's; False where the saved settings count instead."""
         if self.maker is None:
@@ -150,6 +152,9 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.at = None
         self.done, self.epochs, self.made = state["done"], state["epochs"], state.get("made")
+        if self.function is not None and self.made is None:  # saved before the function was called
+            self.maker, self._loaded = self.function, None
+            self._take(None)
         if state["scheduler"] is None:
             return
         if self.maker is not None:

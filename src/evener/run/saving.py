@@ -122,7 +122,7 @@ class Saving:
         self.output = output
 
     def start(self, number: int) -> None:
-        """A loop begins: periods count from here."""
+        """A loop begins, or a state was restored: periods count from here."""
         self.saved_at = (number, time.monotonic())
 
     def is_due(self, number: int) -> bool:
@@ -222,5 +222,8 @@ class Saving:
         numpy.random.set_state(drawn["numpy"])
         if len(drawn["torch"]) == len(self.engine.randomness.generators):  # another kind of device has its own
             self.engine.randomness.set_torch_states(drawn["torch"])
+        self.start(self.engine.number)  # a run that was taken back saves again from there
+        if self.checkpoints is not None:
+            self.checkpoints.reached = self.engine.number
         position: Mapping[str, Any] = states["run"]
         return position
