@@ -96,9 +96,9 @@ def evening(folder, stop_at=None, fail_at=None, precision="fp32", keywords=None)
     except evener.Stopped as stopped:
         return "stopped", stopped.code, stopped.reason
     except RuntimeError as error:
+        run.loop.ended = False  # it would have ended a script
         return "failed", str(error)
     finally:
-        run.loop.ended = run.loop.ended and sys.exc_info()[0] is None
         run.close()
 
 
