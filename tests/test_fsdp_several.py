@@ -154,7 +154,7 @@ def test_models_without_storage_get_the_values_of_one_process(ranks, tmp_path):
 
 def container():
     """One model that is a container: FSDP takes none without a forward, and nobody calls it."""
-    model = nn.ModuleDict({"body": Block(), "head": nn.Linear(6, 1)})
+    model = seeded(lambda: nn.ModuleDict({"body": Block(), "head": nn.Linear(6, 1)}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = evener.Engine(
         model, optimizer, lambda m, x: m["head"](m["body"](x)).square().mean(), device="cpu", precision="fp32",
