@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from evener.cli.plan import keep
 from evener.plan import kept
 
 SCRIPT = """
@@ -72,5 +73,13 @@ def test_where_a_plan_lies_depends_on_all_that_it_was_made_for(tmp_path, monkeyp
 def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "file").write_text("")
-    assert not kept.keep(tmp_path / "file" / "plans" / "x.json", str(tmp_path / "train.py"), {})
+    assert not keep(tmp_path / "file" / "plans" / "x.json", {})
     assert kept.find(tmp_path / "file" / "plans" / "x.json", str(tmp_path / "train.py")) == ({}, "")
+
+
+@pytest.mark.parametrize("text", ["torn{", "[]", "{}", '{"made": 0, "script": "x"}'])
+def test_what_is_no_plan_of_this_version_stops_no_run(tmp_path, text):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "x.json").write_text(text)
+    planned, said = kept.find(tmp_path / "x.json", str(tmp_path / "train.py"))
+    assert planned == {} and said.endswith("`evener plan` makes another")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
 import sys
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evener.cli.parser import Parser, parser_of
 from evener.cli.run import check_script, split, to_override
@@ -17,7 +18,8 @@ from evener.errors import EXIT_SHORTAGE, LaunchError, UsageError
 from evener.plan.search import amount, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from evener.plan.captured import Captured
     from evener.plan.search import Plan, Row
@@ -60,7 +62,7 @@ def main(argv: list[str]) -> int:
         from evener.plan import kept
 
         where = kept.place(target, given.set, machine.kind_name, machine.gpus)
-        if kept.keep(where, target[0], plan.to_json()):
+        if keep(where, kept.dated(target[0], plan.to_json())):
             _say(f"kept for `evener run` on {machine.name}")
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
@@ -69,6 +71,17 @@ def main(argv: list[str]) -> int:
     else:
         print("\n".join(page(plan, captured, everything=given.all)))
     return 0 if plan.chosen is not None else EXIT_SHORTAGE
+
+
+def keep(where: Path, plan: Mapping[str, Any]) -> bool:
+    """Whether it could be written: a full disk only means that it is not taken up."""
+    from evener.report.folder import write_json
+
+    with contextlib.suppress(OSError):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        write_json(where, plan)
+        return True
+    return False
 
 
 def _check_mentions(script: str) -> None:

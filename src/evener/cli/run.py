@@ -280,7 +280,7 @@ def kept_plan(given: argparse.Namespace, target: list[str], gpus: Gpus, nproc: i
     from evener.plan import kept
 
     kind = "cpu" if gpus.words == () else gpus.kinds[0] if len(gpus.kinds) == 1 else None
-    if kind is None:
+    if kind is None or not kept.folder().is_dir():
         return {}, ""
     known = facts.find(kind) if kind != "cpu" else None
     planned, note = kept.find(kept.place(target, given.set, known.name if known else kind, nproc), target[0])

@@ -237,10 +237,11 @@ def apply(engine: Engine, done: Open, *, fold: bool) -> Update:
     fold: The factor that is owed goes into the clip: one pass over the gradients. Else `.grad` is final already.
     """
     target, tally, sums, rows = done.target, done.tally, done.sums, done.rows
-    held, unscaled, words, phase, stepping = None, done.unscaled, "", "optimizer", False
+    held, unscaled, words, phase = None, done.unscaled, "", "optimizer"
     if target.trust == UNTRIED:
         held = Held.of(engine, target)
     while True:
+        stepping = False
         try:
             gradients = done.gradients
             factor = None

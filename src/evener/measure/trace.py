@@ -267,9 +267,8 @@ class Step:
         precision = keywords.pop("precision", None)
         check = private.exchanged(shards, "check_rowwise", private.outside(check_rowwise))
         with private.models_stay(), check, warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Accessing the data pointer of FakeTensor"
-            )  # an average is a copy
+            # An average of the weights is a copy of the model.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             return Engine(
                 self.model,
                 self.optimizer,

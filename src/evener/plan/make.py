@@ -26,6 +26,7 @@ from evener.plan.values import Cut
 
 # Keywords of Run that a plan decides; what the script gives itself stays.
 DECIDED = ("strategy", "precision", "microbatch_size", "activation_checkpointing", "saved_activations")
+_WRITES_ONE = ["evener plan --json SCRIPT > plan.json writes one"]
 _FEW_NODES = 16  # of more, one node changes a rank's share by a few percent, and its rows are other traces
 _NEIGHBOURS = 30.0  # seconds for what one GPU more or less would change
 _RETRACED = 8  # the chosen cut is traced as it is on so many ranks at most: what a trace costs grows with the world
@@ -258,20 +259,31 @@ def _keywords(chosen: Row | None, captured: Captured) -> dict[str, Any]:
 
 def read_plan_file(path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
     """A file that `evener plan --json` wrote: its ranks on one node, and what is handed to the run."""
-    fix = ["evener plan --json SCRIPT > plan.json writes one"]
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _no_plan(path, error) from None
+    return planned_of(values, path)
+
+
+def planned_of(values: Any, path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
+    """`read_plan_file`, of what the file at `path` says."""
+    try:
         keywords, overrides, chosen = values["keywords"], values["overrides"], values["chosen"]
         if chosen is None:
-            raise UsageError(f"{path} has no chosen cut: nothing fits.", evidence=values["because"], fix=fix)
+            raise UsageError(f"{path} has no chosen cut: nothing fits.", evidence=values["because"], fix=_WRITES_ONE)
         ranks, where = chosen["world_size"], values["machine"]
         names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_total_bytes", "seconds_per_update")
         figures = {name: chosen[name] for name in names}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no plan.", evidence=[str(error) or repr(error)], fix=fix) from None
+    except (KeyError, TypeError) as error:
+        raise _no_plan(path, error) from None
     predicted = {**figures, "kind": where.get("kind"), "device": where.get("device")}
     planned = {"overrides": dict(overrides), "decided": dict(keywords), "predicted": predicted}
     return None if where.get("nodes", 1) > 1 else int(ranks), planned
+
+
+def _no_plan(path: str, error: Exception) -> UsageError:
+    return UsageError(f"{path} is no plan.", evidence=[str(error) or repr(error)], fix=_WRITES_ONE)
 
 
 def remember(entry: Mapping[str, Any]) -> None:

@@ -211,9 +211,8 @@ class Record:
             self._died()
         self.newest = number(event.get("t")) or self.newest
         before = kind == "update" and update is not None and update <= (-1 if (at := self.last_update) is None else at)
-        if not (
-            before and self.status in ("stopped", "finished", "failed")
-        ):  # its last point comes after its last word
+        # The last point of a run comes after its last word.
+        if not (before and self.status in ("stopped", "finished", "failed")):
             self.status = _SAYS.get(kind, self.status)
         self._count(kind, {**event, "logs": self._logs()} if kind == "error" else event)
         if kind == "start":
